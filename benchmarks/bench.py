@@ -36,12 +36,23 @@ import measure
 import methods as m
 import report
 from nets import Case
-from targets import COMPILED, CPU_GRU, CPU_NETS, GPU_GRU, GPU_LIF, GPU_NETS, ONE_GRU, SMALL_GRU, judge
+from targets import (
+    COMPILED,
+    CPU_GRU,
+    CPU_NETS,
+    GPU_FILTERED,
+    GPU_GRU,
+    GPU_LIF,
+    GPU_NETS,
+    ONE_GRU,
+    SMALL_GRU,
+    judge,
+)
 from yardstick import Yardstick
 
 HERE = Path(__file__).parent
 ALL = m.OURS + m.YARD
-ONCE = (m.D_DROP, m.ES_DROP, m.D_BF16, *m.ONE_PASS, m.ES_WIN, m.FLOOR)
+ONCE = (m.D_DROP, m.ES_DROP, m.D_BF16, m.D_SGD_BF16, *m.ONE_PASS, m.ES_WIN, m.FLOOR)
 SWEEP = tuple(n for n in ALL if n not in ONCE)
 ONE_SAMPLE = (m.D_SGD, m.D_RANK_SGD, *m.STREAMS, m.STREAM_FLOOR)
 
@@ -92,8 +103,14 @@ def gpu_plan(quick: bool) -> list[Item]:
     lengths = [Item(Case("GRU", 128, 256, 32, n), sweeps=("length",)) for n in (100, 1000, 10_000, 50)]
     widths = [Item(Case("GRU", n, n, 32, 100), sweeps=("width",)) for n in (256, 1024, 2048, 512)]
     nets = [Item(Case("ALIF", 512, 256, 64, 200)), Item(Case("LSTM", 256, 1024, 64, 200))]
-    rank = [*(Item(c, (m.BPTT, *m.ONE_PASS)) for c in (*GPU_NETS, SMALL_GRU)), Item(ONE_GRU, ONE_SAMPLE)]
-    first = [Item(GPU_GRU, (*ALL, *m.STREAMS, m.STREAM_FLOOR)), *rank, Item(GPU_LIF)]
+    each_step = (m.D_SGD, m.FLOOR)
+    rank = [
+        *(Item(c, (m.BPTT, *m.ONE_PASS, *each_step)) for c in GPU_NETS),
+        Item(SMALL_GRU, (m.BPTT, *m.ONE_PASS)),
+        Item(ONE_GRU, ONE_SAMPLE),
+    ]
+    filtered = Item(GPU_FILTERED, (m.BPTT, m.D_AUTO, m.D_STEP, m.D_SGD, m.ES_STEP, m.ES_SGD))
+    first = [Item(GPU_GRU, (*ALL, *m.STREAMS, m.STREAM_FLOOR)), *rank, filtered, Item(GPU_LIF)]
     if quick:
         return [*first, *lengths[:2], *widths[:2]]
     return [*first, *lengths[:3], *widths[:3], *nets, lengths[3], widths[3]]
@@ -210,7 +227,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     on_cpu = machine["platform"] == "cpu"
     plan, compiled = (cpu_plan(given.quick), CPU_GRU) if on_cpu else (gpu_plan(given.quick), GPU_GRU)
     before = json.loads(given.go_on.read_text()) if given.go_on else {}
-    results = run(plan, settings, compiled, 8 if on_cpu else 3, before)
+    repeats = 1 if given.quick else 8 if on_cpu else 3
+    results = run(plan, settings, compiled, repeats, before)
     name = given.name or ("cpu" if on_cpu else machine["device"].split()[-1].lower())
     write(results, given.out / name)
     _say(f"\nWhat must hold, on {machine['device']}:")

@@ -131,6 +131,7 @@ class Online:
 BPTT, CHECKPOINT, FORWARD = "BPTT", "BPTT, checkpoint", "forward"
 D_AUTO, D_DROP, D_CHUNK = "D_RTRL automatic", "D_RTRL automatic, traces dropped", "D_RTRL chunks"
 D_STEP, D_SGD, D_BF16 = "D_RTRL steps", "D_RTRL online SGD", "D_RTRL steps, bfloat16"
+D_SGD_BF16 = "D_RTRL online SGD, bfloat16"
 ES_AUTO, ES_DROP, ES_CHUNK = "ES_D_RTRL automatic", "ES_D_RTRL automatic, traces dropped", "ES_D_RTRL chunks"
 ES_STEP, ES_SGD = "ES_D_RTRL steps", "ES_D_RTRL online SGD"
 ES_SAME = "ES_D_RTRL steps, only weights that 0.2.6 learns"
@@ -141,7 +142,7 @@ D_RANK_SGD = "D_RTRL online SGD, rank 4"
 STREAMS = {f"D_RTRL SGD every {STREAM} steps, rank {r}": r for r in (1, 7, 8, 9, 16, 17, 32)}
 FLOOR, STREAM_FLOOR = "byte floor of D_RTRL steps", f"byte floor of SGD every {STREAM} steps, rank 8"
 PLAIN = (FORWARD, BPTT, CHECKPOINT)
-D = (D_AUTO, D_DROP, D_CHUNK, *WINDOWS, D_RANK, D_PUSHED, D_STEP, D_BF16, D_SGD, FLOOR)
+D = (D_AUTO, D_DROP, D_CHUNK, *WINDOWS, D_RANK, D_PUSHED, D_STEP, D_BF16, D_SGD, D_SGD_BF16, FLOOR)
 ES = (ES_AUTO, ES_DROP, ES_CHUNK, ES_WIN, ES_STEP, ES_SGD, ES_SAME)
 OURS = PLAIN + D + ES
 ONE_PASS = (*WINDOWS, D_RANK, D_PUSHED)  # whole sequences in windows
@@ -156,7 +157,7 @@ def make(case: Case, method: str, neuron: nets.Neuron = nets.neuron) -> tuple[Ru
         plain = Plain(case, neuron)
         return {FORWARD: plain.forward, BPTT: plain.bptt, CHECKPOINT: plain.checkpointed}[method], 0
     kinds: dict[str, dict[str, Any]] = {
-        D_BF16: {"trace_dtype": jnp.bfloat16},
+        **{name: {"trace_dtype": jnp.bfloat16} for name in (D_BF16, D_SGD_BF16)},
         **{name: {"window": n} for name, n in WINDOWS.items()},
         ES_WIN: {"window": case.chunk},
         D_RANK: {"window": 10, "rank": 8},
@@ -173,7 +174,7 @@ def make(case: Case, method: str, neuron: nets.Neuron = nets.neuron) -> tuple[Ru
         return online.floor(1 if method == FLOOR else STREAM), online.trace_bytes
     if method in STREAMS:
         return online.stream, online.trace_bytes
-    if method in (D_SGD, ES_SGD, D_RANK_SGD):
+    if method in (D_SGD, D_SGD_BF16, ES_SGD, D_RANK_SGD):
         return online.sgd, online.trace_bytes
     if method in YARD:
         return online.sequence(), online.trace_bytes

@@ -17,6 +17,7 @@ GPU_GRU = Case("GRU", 256, 1024, 64, 200, chunk=20)
 SMALL_GRU = Case("GRU", 128, 256, 32, 200, chunk=20)
 ONE_GRU = Case("GRU", 16, 64, 1, 500)  # a sample at a time
 GPU_LIF = Case("LIF", 1024, 512, 128, 1000, chunk=50)
+GPU_FILTERED = Case("LIF, detached reset", 1024, 512, 128, 1000, chunk=50)  # traces are filtered inputs
 
 
 def others(inputs: int, width: int, batch: int, steps: int) -> tuple[Case, ...]:
@@ -91,8 +92,12 @@ GPU = (
     (GPU_GRU, EIGHT, m.STREAM_FLOOR, 1.5),
     *_on_a_line(GPU_GRU),
     (GPU_GRU, m.D_STEP, m.FLOOR, 1.6),
-    (GPU_GRU, m.D_SGD, m.FLOOR, 1.6),
+    (GPU_GRU, m.D_SGD, m.FLOOR, 1.15),
+    (GPU_GRU, m.D_SGD_BF16, m.FLOOR, 0.75),
     (GPU_GRU, m.D_BF16, m.D_STEP, 0.6),
+    *((c, m.D_SGD, m.BPTT, 5.0) for c in GPU_NETS if c.net == "LSTM"),
+    (GPU_FILTERED, m.D_STEP, m.ES_STEP, 1.1),
+    (GPU_FILTERED, m.D_SGD, m.ES_SGD, 1.1),
     (GPU_GRU, m.ES_AUTO, m.BPTT, 0.45),
     (GPU_GRU, m.ES_DROP, m.BPTT, 0.45),
     *((GPU_GRU, name, m.YARD_D, 1.0) for name in (m.D_AUTO, m.D_CHUNK, m.D_STEP, m.D_BF16, m.D_SGD)),
