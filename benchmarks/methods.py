@@ -146,6 +146,7 @@ D = (D_AUTO, D_DROP, D_CHUNK, *WINDOWS, D_RANK, D_PUSHED, D_STEP, D_BF16, D_SGD,
 ES = (ES_AUTO, ES_DROP, ES_CHUNK, ES_WIN, ES_STEP, ES_SGD, ES_SAME)
 OURS = PLAIN + D + ES
 ONE_PASS = (*WINDOWS, D_RANK, D_PUSHED)  # whole sequences in windows
+PERIOD = {D_RANK: 4}  # sequences over which the cost of a method is averaged: a balanced reach is of one in 4
 # of the yardstick, which goes step by step
 YARD_D, YARD_ES = "0.2.6 D_RTRL steps", "0.2.6 ES_D_RTRL steps"
 YARD = (YARD_D, YARD_ES)

@@ -39,9 +39,9 @@ Vectors = Float[Array, "samples state"]
 Covariance = Float[Array, "state sketch"]
 
 BASIS = "basis"
-TANGENT = "balance tangent"
+TANGENT, AGE = "balance tangent", "balance age"
 REACH, READ = "balance reach", "balance read"
-COUNTS = "balance counts"
+COUNTS, TURN = "balance counts", "balance turn"
 
 
 # -- pushed ----------------------------------------------------------------------------------------
@@ -87,6 +87,14 @@ class Pushed:
         """Zeros of the shape of the pairs at the starts of all but the first of `windows`."""
         return jnp.zeros((windows - 1, *values[BASIS].shape), per.dtype)
 
+    def renewed(self, values: Values, *, fresh: bool) -> Values:
+        """The arrays at the start of a sequence."""
+        return values
+
+    def turned(self, values: Values, rows: Any) -> Any:
+        """Coefficients (..., rank) of the rows of `V`, given those in the present basis."""
+        return rows
+
     def observed(self, per: PerSample, values: Values, state: Rows, *losses: Any) -> Values:
         """The arrays after windows of a pass; `state` is the basis then."""
         return {BASIS: state}
@@ -99,26 +107,31 @@ class Pushed:
 class Balanced:
     """One pair `S`, `T` for all samples, from running averages that survive resets.
 
+    `P ν` costs a second forward pass, so it is computed for some sequences only.
+
     Attributes:
         memory: Number of windows over which the averages forget all but `1/e`.
         renew_every: Number of windows after which the pair is computed again if no reset comes before.
+        reach_every: `P ν` is computed for the first sequences, up to this many, and then for one in so many.
     """
 
     memory: int = 50
     renew_every: int = 16
+    reach_every: int = 4
 
     def start(self, per: PerSample, rank: int) -> Values:
-        return {TANGENT: jnp.zeros((per.samples.count, per.state_size), per.dtype)}
+        count = per.samples.count
+        return {TANGENT: jnp.zeros((count, per.state_size), per.dtype), AGE: jnp.zeros((count,), per.dtype)}
 
     def lasting(self, per: PerSample, rank: int) -> Values:
         first = jnp.asarray(fixed_basis(per.state_size, rank).T, per.dtype)
         none = lambda: jnp.zeros((per.state_size, _sketch_size(per.state_size, rank)), per.dtype)
-        # index of the random change of the parameters, and windows since the pair was computed
-        counts = jnp.zeros((2,), jnp.int32)
-        return {BASIS: jnp.stack([first, first]), REACH: none(), READ: none(), COUNTS: counts}
+        # number of sequences, which seeds the change of the parameters; windows since the pair changed
+        counts, turn = jnp.zeros((2,), jnp.int32), jnp.eye(len(first), dtype=per.dtype)
+        return {BASIS: jnp.stack([first, first]), REACH: none(), READ: none(), COUNTS: counts, TURN: turn}
 
     def specs(self, per: PerSample) -> dict[str, Spec]:
-        return {TANGENT: (per.lead, None)}
+        return {TANGENT: (per.lead, None), AGE: (per.lead,)}
 
     def pairs(self, per: PerSample, values: Values) -> Rows:
         found: Rows = values[BASIS]
@@ -138,29 +151,48 @@ class Balanced:
 
         `P ν` advances by the derivative of the steps along `(P ν, ν)`.
         """
-        fixed = [v.aval for e in per.info.fixed for v in e.invars]
-        signs = _signs(values[COUNTS][0], [fixed[i] for i in per.acting])
-        change = dict(zip(per.acting, signs, strict=True))
-
         tangent = per.shard_samples(values[TANGENT])
-        after, before = per.linear.window(window).push(per.leaves(tangent, dual=False), change)
-        at_starts = jax.tree.map(lambda a: a[np.array(starts_of(window.length, size))], before)
-        starts = jax.vmap(lambda a: per.vectors(a, dual=False))(at_starts)
-        tangent = per.shard_samples(per.vectors(after, dual=False))
-        return (tangent, starts), values[BASIS]
 
-    def renewed(self, values: Values) -> tuple[Any, Any]:
-        """The pair for the next windows, and whether it is a new one for samples that have a past.
+        def push() -> tuple[Vectors, Vectors]:
+            fixed = [v.aval for e in per.info.fixed for v in e.invars]
+            signs = _signs(values[COUNTS][0], [fixed[i] for i in per.acting])
+            change = dict(zip(per.acting, signs, strict=True))
+            after, before = per.linear.window(window).push(per.leaves(tangent, dual=False), change)
+            at_starts = jax.tree.map(lambda a: a[np.array(starts)], before)
+            found = jax.vmap(lambda a: per.vectors(a, dual=False))(at_starts)
+            return per.shard_samples(per.vectors(after, dual=False)), found
 
-        A pair is computed where all samples have just been reset, and after `renew_every` windows.
+        starts = starts_of(window.length, size)
+        none = jnp.zeros_like(tangent), jnp.zeros((len(starts), *tangent.shape), tangent.dtype)
+        return jax.lax.cond(self._has_reach(values), push, lambda: none), values[BASIS]
+
+    def _has_reach(self, values: Values) -> Any:
+        """Whether `P ν` is computed for the present sequence."""
+        index = values[COUNTS][0]
+        return (index <= self.reach_every) | (index % self.reach_every == 0)
+
+    def renewed(self, values: Values, *, fresh: bool) -> Values:
+        """The arrays at the start of a sequence, with a new pair if all samples are reset or it is due.
+
+        `V` keeps the coordinates of the old pair until it is next written: `S' Tᵀ` is kept in `TURN` instead,
+        because a rotation of `V` here would be one more pass over it. `fresh`: `V` is zero.
         """
         index, since = values[COUNTS]
-        all_reset = ~jnp.any(values[TANGENT] != 0)
+        all_reset = ~jnp.any(values[AGE] != 0)
         due = all_reset | (since >= self.renew_every)
         averages = values[BASIS], values[REACH], values[READ]
         basis = jax.lax.cond(due, balanced, lambda basis, *_: basis, *averages)
         counts = jnp.stack([jnp.where(all_reset, index + 1, index), jnp.where(due, 0, since)])
-        return {BASIS: basis, COUNTS: counts}, due & ~all_reset
+        turn = jnp.eye(len(values[TURN]), dtype=values[TURN].dtype)
+        if not fresh:
+            onto = precise_einsum("qn,rn->qr", basis[0], values[BASIS][1])
+            later = jnp.where(due, precise_einsum("qr,rk->qk", onto, values[TURN]), values[TURN])
+            turn = jnp.where(all_reset, turn, later)
+        return {**values, BASIS: basis, COUNTS: counts, TURN: turn}
+
+    def turned(self, values: Values, rows: Any) -> Any:
+        """Coefficients (..., rank) of the rows of `V`, given those in the present pair."""
+        return precise_einsum("...r,rk->...k", rows, values[TURN])
 
     def observed(
         self, per: PerSample, values: Values, state: Any, read: Any, windows: int, pulled: Rows | None = None
@@ -172,7 +204,7 @@ class Balanced:
         """
         tangent, starts = state
         counts = values[COUNTS] + jnp.array([0, windows], jnp.int32)
-        after = {TANGENT: tangent, COUNTS: counts}
+        after = {TANGENT: tangent, COUNTS: counts, AGE: jnp.ones_like(values[AGE])}
         new, each = 1 - jnp.exp(-windows / self.memory), 1 / (windows * per.samples.count)
         for key, vectors in {REACH: starts, READ: read}.items():
             if vectors is None:
@@ -182,8 +214,9 @@ class Balanced:
             if key == READ and pulled is not None:
                 total = total + self._read_later(per, values, pulled)
             average = before + (new * (each * total - before)).astype(before.dtype)
+            counts_in = True if key == READ else self._has_reach(values)
             # an overflow would stay for good
-            after[key] = jnp.where(jnp.isfinite(jnp.sum(total)), average, before)
+            after[key] = jnp.where(counts_in & jnp.isfinite(jnp.sum(total)), average, before)
         return after
 
     def _read_later(self, per: PerSample, values: Values, pulled: Rows) -> Covariance:

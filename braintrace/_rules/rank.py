@@ -42,7 +42,7 @@ from .._executor.weight_gradients import row_axis
 from .._executor.window import Crossing, Record, Signals, Window, starts_of
 from .._meshes import mesh_of
 from .._types import Array, Aval
-from .projection import BASES, BASIS, Balanced, Pushed, along_rows, cross, precise_einsum
+from .projection import BASES, BASIS, TURN, Balanced, Pushed, along_rows, cross, precise_einsum
 
 Values = dict[str, Any]
 AffineTerms = dict[str, tuple[Any, Any]]  # `P` and `d` of traces that advance as `P trace + sum_t x[t] d[t]`
@@ -82,27 +82,8 @@ class Rank:
         return {**self.basis.specs(per), **of_rows}
 
     def begin(self, executor: ETraceGraphExecutor, values: Values, *, fresh: bool) -> Values:
-        """Renew a balanced pair at the start of a sequence.
-
-        `V` is projected to the new pair, `S' Tᵀ V`, unless `fresh` says that it is zero.
-        """
-        if not isinstance(self.basis, Balanced):
-            return values
-        per, old = self.per_sample(executor), values[BASIS][1]
-        found, turned = self.basis.renewed(values)
-        values = {**values, **found}
-        if fresh:
-            return values
-        turn = jnp.einsum("qn,rn->qr", found[BASIS][0], old, precision="highest")[None]
-
-        def rotated(kept: Values) -> Values:
-            return {
-                key: mixed(turn, kept[key], 1 + row_axis(aval.ndim)).astype(kept[key].dtype)
-                for key, aval in named(per).values()
-            }
-
-        kept = {key: values[key] for key, _ in named(per).values()}
-        return {**values, **jax.lax.cond(turned, rotated, lambda kept: kept, kept)}
+        """The arrays at the start of a sequence, where a balanced pair is renewed; `fresh`: `V` is zero."""
+        return self.basis.renewed(values, fresh=fresh)
 
     def advance(
         self,
@@ -137,12 +118,12 @@ class Rank:
         found = Rest.pull(per, window, new, crossing)
         if window.length == 1:
             found = found.stored(max((values[key].nbytes for key, _ in named(per).values()), default=0))
-        carried = precise_einsum("bqn,brn->bqr", found.start, old)
+        carried = self.basis.turned(values, precise_einsum("bqn,brn->bqr", found.start, old))
         matrices: dict[int, Matrix] = {}
         if not starts and not fresh:
             matrices, specs, affine = self._in_kernel(executor, per, values, window.length, affine_terms)
         terms = found.terms(per, None if fresh else values, list(matrices))
-        after: Values = {}
+        after: Values = {TURN: jnp.eye(len(values[TURN]), dtype=values[TURN].dtype)} if TURN in values else {}
         for i, (key, aval) in named(per).items():
             if i not in matrices:
                 each = [] if fresh else [mixed(carried, values[key], 1 + row_axis(aval.ndim))]
@@ -152,7 +133,7 @@ class Rank:
         if not matrices:
             return after, {}, found.start
         signal = jnp.zeros_like(old[:, 0]) if signals is None else finite(per.vectors(signals, dual=True))
-        along = along_rows(signal, old)
+        along = self.basis.turned(values, along_rows(signal, old))
         lifted = [
             per.traces.lift(a, window) for a in (found.at_traces, per.traces.at_groups(signal[:, None]))
         ]
@@ -240,7 +221,7 @@ class Rank:
         per = self.per_sample(executor)
         signal = per.shard_samples(finite(per.vectors(signals, dual=True)))
         _, rows = self.basis.pair(self.basis.pairs(per, values))
-        along = along_rows(signal, rows)
+        along = self.basis.turned(values, along_rows(signal, rows))
         found = {}
         for i, (key, aval) in named(per).items():
             found[i] = summed(per, i, along, values[key], 1 + row_axis(aval.ndim), aval.dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 from typing import Any
 
@@ -91,8 +92,8 @@ def random_pair(numbers: int, rank: int) -> Any:
 def set_pair(pair: Any, learner: Any) -> None:
     """Give a learner a balanced pair, which it does not renew: as in the midst of a stream."""
     learner.traces["basis"].value = jnp.stack([jnp.asarray(a.T) for a in pair])
-    tangent = learner.traces["balance tangent"]
-    tangent.value = tangent.value + 1e-30
+    age = learner.traces["balance age"]
+    age.value = jnp.ones_like(age.value)
 
 
 def with_all_directions() -> list[Any]:
@@ -659,7 +660,7 @@ def test_averages_survive_a_reset_and_samples_do_not():
     _, (carry, traces), _ = net.grad(squared_error, params, start, traces, xs, ys)
     _, after = net.reset(carry, traces)
     kept = {k for k, v in after.items() if np.any(np.asarray(v) != 0)}
-    assert kept == {"basis", "balance reach", "balance read", "balance counts"}
+    assert kept == {"basis", "balance reach", "balance read", "balance counts", "balance turn"}
     for k in kept:
         np.testing.assert_array_equal(after[k], traces[k])
     jax.jit(lambda t: t, donate_argnums=0)(net.init(params, start))  # no two arrays share a buffer
@@ -690,3 +691,22 @@ def test_the_longest_windows_that_fit():
         braintrace.D_RTRL(truth, window="all")
     with pytest.raises(ValueError, match="'balanced' or 'pushed'"):
         braintrace.D_RTRL(truth, rank=2, basis="best")
+
+
+def test_a_pair_that_is_renewed_in_a_stream_takes_the_correction_along():
+    """With all directions the gradient is exact, and stays so when the pair changes."""
+    xs, ys = (jnp.tile(a, (6, 1, 1)) for a in data())
+    learner = gru(rank=ALL, window=1, basis="balanced")
+    bptt = braintrace.compile(learner.model, braintrace.BPTT, xs[0], batch_size=B)
+    expected = bptt.etrace_grad(xs, ys, step_fn=squared(bptt), reduction="sum")
+    learner.reset_state(B)
+    call = brainstate.transform.jit(
+        lambda x, y: learner.etrace_grad(x, y, step_fn=squared(learner), reduction="sum")
+    )
+    found, pairs = None, []
+    for x, y in zip(xs[:, None], ys[:, None], strict=True):
+        found = add(found, call(x, y))
+        pairs.append(np.asarray(learner.traces["basis"].value))
+    changes = sum(not np.array_equal(a, b) for a, b in itertools.pairwise(pairs))
+    assert changes > 1
+    assert agree(expected, found, 1e-9), difference(expected, found)
