@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from .._meshes import mesh_of, per_device
 from .per_sample import Matrix
 from .sharding import Sharding, Spec
-from .trace_math import times
+from .trace_math import add_up, times
 from .weight_gradients import ROWS, TIME
 
 _BLOCK = (16, 64)  # what a program holds of each of up to eight rows; of more rows it holds fewer columns
@@ -243,11 +243,11 @@ def _kernel(*refs: Any, shape: _Shape, load: Any, store: Any) -> None:
         mine = [get(old[1].at[number[s], b], at_i, at_o).astype(jnp.float32) for s in range(shape.states)]
         inputs = get(x.at[b], at_i)
         for q in range(shape.rows + shape.states):
-            now = jnp.dot(inputs, get(d.at[b, number[q]], None, at_o))
-            for r, v in enumerate(rows if q < shape.rows else []):
-                now = now + mix[b, q, r] * v
-            for s, e in enumerate(mine):
-                now = now + times(get(own.at[b, number[q], number[s]], at_o)[None], e)
+            # the product over time comes last: its result is spread over threads in another way than the rows,
+            # and each row that is added to it would be moved
+            each = [mix[b, q, r] * v for r, v in enumerate(rows if q < shape.rows else [])]
+            each += [times(get(own.at[b, number[q], number[s]], at_o)[None], e) for s, e in enumerate(mine)]
+            now = add_up(each) + jnp.dot(inputs, get(d.at[b, number[q]], None, at_o))
             put(row(new[0], b, q) if q < shape.rows else new[1].at[number[q - shape.rows], b], now)
         for r, v in enumerate(rows):
             total = total + along[b, r] * v
