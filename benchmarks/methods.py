@@ -120,7 +120,8 @@ class Online:
         """Read and write all traces once in `every` steps, and nothing else."""
 
         def run(xs: Any, ys: Any) -> Any:
-            traces = [st.value for st in self.learner.states(braintrace.EligibilityTrace).values()]
+            # not the steps that wait to be written to traces (`_executor/pending_steps.py`)
+            traces = [st.value for k, st in self.learner.traces.items() if "pending" not in k]
             once = lambda c, _: (jax.tree.map(lambda a: (a * 0.999).astype(a.dtype), c), None)
             return jax.lax.scan(once, traces, None, len(xs) // every)
 

@@ -24,10 +24,10 @@ from jax.sharding import PartitionSpec as P
 
 import braintrace
 from braintrace import nn
-from braintrace._executor import fused, rows
+from braintrace._executor import pending_steps, rows
 from braintrace._frontends.pure import Pure
 from braintrace._report.collectives import bytes_sent, collectives
-from braintrace._rules import d_rtrl, rank
+from braintrace._rules import deferred, rank
 
 from .run import every
 
@@ -438,29 +438,37 @@ def test_a_marked_op_inside_the_model_s_own_shard_map_is_refused():
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("size", [0, 2])
-def test_each_device_runs_the_kernel_on_its_part(size, kind, monkeypatch):
-    file, taken = rank if size else d_rtrl, []
-    kernel = rows if size else fused
+def test_each_device_runs_the_kernels_on_its_part(size, kind, monkeypatch):
+    taken, found = [], []
 
-    def step_in_kernel(*args: Any) -> Any:
-        taken.append(args)
-        return kernel.step(*args)
+    def noted(kernel: Any) -> Any:
+        return lambda *args: taken.append(args) or kernel(*args, interpret=True)
 
-    monkeypatch.setattr(kernel, "_SHORTEST", 1)
-    monkeypatch.setattr(kernel, "_advance_plainly", partial(kernel.advance, interpret=True))
-    monkeypatch.setattr(rank, "_LARGE", 1)
-    monkeypatch.setattr(file, "step", step_in_kernel)
-    found = []
+    monkeypatch.setattr(rows, "_SHORTEST", 1)
+    monkeypatch.setattr(rows, "_advance_plainly", noted(rows.advance))
+    monkeypatch.setattr(pending_steps, "_write_plainly", noted(pending_steps.write))
+    monkeypatch.setattr(pending_steps, "_read_plainly", noted(pending_steps.read))
+    for name in ("_NARROWEST", "_ROWS", "_COLUMNS"):
+        monkeypatch.setattr(pending_steps, name, 1)
+    for module in (pending_steps, deferred):
+        monkeypatch.setattr(module, "PENDING", 3)
+    for module in (rank, deferred):
+        monkeypatch.setattr(module, "_LARGE", 1)
     with jax.enable_x64(False):
-        for fuses in (False, True):
-            monkeypatch.setattr(d_rtrl.D_RTRL, "prefers_fused", lambda *_, fuses=fuses: fuses)
-            monkeypatch.setattr(rank, "on_gpu", lambda fuses=fuses: fuses)
+        for on in (False, True):
+            for module in (rank, deferred):
+                monkeypatch.setattr(module, "on_gpu", lambda on=on: on)
             given = jax.tree.map(lambda a: a.astype(jnp.float32), gru_on(mesh_of((4, 2), kind)))
             params, carry, xs, ys = given
             net = braintrace.online(gru, params, carry, xs[0], rule=rules.D_RTRL(rank=size))
             how = {"window": 2, "chunk_size": 2} if size else {"chunk_size": 1}
-            found.append(net.grad(squared, params, carry, net.init(params, carry), xs, ys, **how)[:2])
-            assert bool(taken) == fuses
+            grads, (after, traces), *_ = net.grad(
+                squared, params, carry, net.init(params, carry), xs, ys, **how
+            )
+            rule_step = net.compiled.rule_step
+            traces = rule_step.rule.up_to_date(rule_step.executor, traces)
+            found.append((grads, after, {k: a for k, a in traces.items() if "pending" not in k}))
+            assert bool(taken) == on
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), *found)
     same = jax.tree.map(lambda a, b: a.sharding.is_equivalent_to(b.sharding, a.ndim), *found)
     assert all(jax.tree.leaves(same)), same

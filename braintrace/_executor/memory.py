@@ -1,4 +1,4 @@
-"""The memory of a device, and numbers of bytes as text."""
+"""The kind of a device, its memory, and numbers of bytes as text."""
 
 from __future__ import annotations
 
@@ -18,6 +18,10 @@ def device_memory(devices: Sequence[jax.Device] = ()) -> int:
     stats = own[0].memory_stats() or {}
     half = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
     return int(stats.get("bytes_limit") or half // len(own))
+
+
+def on_gpu() -> bool:
+    return jax.default_backend() == "gpu"
 
 
 def show_bytes(count: float) -> str:

@@ -243,8 +243,8 @@ def _kernel(*refs: Any, shape: _Shape, load: Any, store: Any) -> None:
         mine = [get(old[1].at[number[s], b], at_i, at_o).astype(jnp.float32) for s in range(shape.states)]
         inputs = get(x.at[b], at_i)
         for q in range(shape.rows + shape.states):
-            # the product over time comes last: its result is spread over threads in another way than the rows,
-            # and each row that is added to it would be moved
+            # the product over time comes last: its result is spread over threads in another way than the
+            # rows, and each row that is added to it would be moved
             each = [mix[b, q, r] * v for r, v in enumerate(rows if q < shape.rows else [])]
             each += [times(get(own.at[b, number[q], number[s]], at_o)[None], e) for s, e in enumerate(mine)]
             now = add_up(each) + jnp.dot(inputs, get(d.at[b, number[q]], None, at_o))

@@ -357,9 +357,14 @@ class Slot:
 
     def where(self, keep: Array, trace: Float[Array, "state ..."]) -> Float[Array, "state ..."]:
         """Reset the trace of the samples (the first hidden axis) for which `keep` is False."""
-        kept = self.lift_decay(self._of_samples(keep)[None], self.relation.site.no_inputs, 1)
-        kept = jnp.broadcast_to(_align_states(kept, self.varying(self.at), self.labels), trace.shape)
+        kept = jnp.broadcast_to(
+            _align_states(self.kept(keep), self.varying(self.at), self.labels), trace.shape
+        )
         return jax.lax.select(kept != 0, trace, jnp.zeros_like(trace))
+
+    def kept(self, keep: Array) -> Float[Array, "1 ..."]:
+        """One at the positions of the trace, `varying(at)`, of the samples that `keep` flags, else zero."""
+        return self.lift_decay(self._of_samples(keep)[None], self.relation.site.no_inputs, 1)
 
     def where_instant(self, keep: Array, J: Array) -> Array:
         """Reset samples of an array shaped as `J`, (S, *positions)."""

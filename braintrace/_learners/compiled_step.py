@@ -192,7 +192,6 @@ class CompiledStep:
         self,
         step: UserStep,
         sequence: Sequence,
-        traces: Values,
         *,
         chunk_size: int | None = None,
         window: WindowSize | None = None,
@@ -205,7 +204,6 @@ class CompiledStep:
             self.rule_step,
             step,
             sequence,
-            values=traces,
             chunk_size=chunk_size,
             window=window or self.window or 1,
             keep=keep,
@@ -237,7 +235,7 @@ class CompiledStep:
                 "The learner is mapped (`vmap`): its traces have a batch axis that it does not know. Reset "
                 "samples by the object that `braintrace.compile(..., vmap=True)` returns."
             )
-        return {**traces, **self.rule.forget(self.rule_step.executor, traces, rows)}
+        return {**traces, **self.rule_step.rule.forget(self.rule_step.executor, traces, rows)}
 
     def reset_samples(self, rows: Array, start: PyTree, old: PyTree, traces: Values) -> tuple[PyTree, Values]:
         """States and traces, with the samples flagged in `rows` reset to `start` and to zero."""

@@ -238,7 +238,7 @@ class Learner:
         step, out_tree, leaves = self._traced_step(loss_and_aux, params, carry, traces, sequence, fixed)
         self._warn_of_closures(step, leaves)
         wanted = [i for i in self.function.param_at if is_inexact(leaves[i])]
-        drive = self.compiled.drive(step, sequence, traces, chunk_size=chunk_size, window=window)
+        drive = self.compiled.drive(step, sequence, chunk_size=chunk_size, window=window)
         rows = [] if sequence.reset is None else self._leaves_with_batch_axis(sequence.reset.shape[1:])
         at = tuple(self.function.carry_at[i] for i in rows)
         drive = replace(drive, wanted=tuple(wanted), reset_leaves=at, reset_traces=self.compiled.reset_traces)
@@ -256,7 +256,7 @@ class Learner:
         check_chunk_size(chunk_size)
         sequence = Sequence.check((xs, {}), None)
         step, out_tree, leaves = self._traced_step(lambda y, _: y, params, carry, traces, sequence, {})
-        drive = self.compiled.drive(step, sequence, traces, chunk_size=chunk_size)
+        drive = self.compiled.drive(step, sequence, chunk_size=chunk_size)
         outs, after = self.compiled.run(drive, leaves, sequence, evolve=True)
         return *self._after(after), jax.tree.unflatten(out_tree, outs)
 

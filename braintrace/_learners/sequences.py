@@ -255,7 +255,6 @@ def _drive(
     return compiled.drive(
         step,
         sequence,
-        values,
         chunk_size=chunk_size,
         keep=keep,
         # outside of `jit`, traces that are kept are zero in the first call only: two programs for one

@@ -255,6 +255,7 @@ class ETraceAlgorithm(brainstate.nn.Module):
     @property
     def etrace_states(self) -> dict[str, EligibilityTrace]:
         """The states that hold the traces, by name."""
+        self._bring_up_to_date()
         return dict(self.traces)
 
     @property
@@ -321,6 +322,12 @@ class ETraceAlgorithm(brainstate.nn.Module):
         self._cache.follow_states()
         if self._cache.current is not None:
             self.init_etrace_state()
+
+    def _bring_up_to_date(self) -> None:
+        """Write traces that are not written at each step (on a GPU), for users to read."""
+        if self.traces and not self._cache.now.rule.back_through_time:
+            step = self._cache.now.rule_step
+            self._store(step.rule.up_to_date(step.executor, self._values()))
 
     def _values(self) -> Values:
         return {k: st.value for k, st in self.traces.items()}

@@ -63,7 +63,7 @@ def traces_of(learner: ETraceAlgorithm, weight: brainstate.State | Path | str) -
     belongs = lambda key, slot: key == slot.key or key.startswith(prefix(slot))
     chosen = {
         key: st.value
-        for key, st in learner.traces.items()
+        for key, st in learner.etrace_states.items()
         if any(belongs(key, t) for t in learner.executor.slots if path in t.relation.param_paths)
     }
     if not chosen:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import jax
 
 from .._compiler.errors import NotSupportedError
-from .._rules.rule import Values
 from .drive import Drive
 from .request import WindowSize
 from .rule_step import RuleStep
@@ -26,7 +25,6 @@ def choose(
     step: UserStep,
     sequence: Sequence,
     *,
-    values: Values,
     chunk_size: int | None,
     window: WindowSize,
     keep: bool,
@@ -66,10 +64,9 @@ def choose(
         keep, fresh = keep or not is_whole, is_whole and fresh
         return Drive(step, part_length, "windows", window_length=size, keep=keep, fresh=fresh)
     size = int(min(chunk_size or _best_chunk(rule_step, sequence, budget), sequence.length))
-    is_single = size == 1 and not rule_step.rule.prefers_fused(values)
     # a loss that reads old states: in a chunk, even of one step, the signals at these come from the same
     # `vjp`; step by step, the step would be evaluated again (`Drive._before_call`)
-    if obstacle is not None or (is_single and not step.reads_old_states):
+    if obstacle is not None or (size == 1 and not step.reads_old_states):
         return step_by_step
     is_whole = size == sequence.length
     return Drive(step, size, "chunks", keep=keep or not is_whole, fresh=is_whole and fresh)

@@ -29,6 +29,7 @@ from .._executor.trace_math import States, states, stored
 from .._executor.window import Record, Signals, Window
 from .._meshes import Spec
 from .._rules.chunk import over_time
+from .._rules.deferred import deferred
 from .._rules.rule import Gradients, Rule, TraceRule, Values, add_to
 from .._rules.signal import PROPAGATED, learning_signals
 from .._types import Array, Aval, Leaves, PyTree
@@ -60,6 +61,7 @@ class RuleStep:
         unseen: Mapping[Path, Sequence[Path]] | None = None,
     ) -> None:
         self.unseen = unseen or {}
+        rule = rule if windows else deferred(rule, executor)
         with_slopes = rule.signal.is_broadcast
         if rule.recursion is not None or with_slopes:
             executor = ETraceGraphExecutor(executor.graph, rule.recursion, with_slopes=with_slopes)

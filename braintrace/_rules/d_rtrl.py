@@ -6,7 +6,7 @@ trace[t] = D[t] trace[t-1] + J[t] x[t]        gradient = sum_t <g[t], trace[t]>
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -21,21 +21,20 @@ from .._compiler.states_with_memory import remembering
 from .._executor.backward import backward
 from .._executor.executor import Local
 from .._executor.filtered_inputs import with_columns, with_filtered_inputs
-from .._executor.fused import bytes_on_gpu, fits, on_one_gpu, step
+from .._executor.memory import on_gpu
 from .._executor.sharding import full_sum
 from .._executor.slots import Slot
 from .._executor.trace_math import add_up, promoted, stored
 from .._executor.trace_recursion import Recursion
 from .._executor.window import Record, Signals
+from .._meshes import mesh_of
 from .bounds import Bound
-from .chunk import affine_terms, chunk_gradient, chunk_traces, step_by_step
+from .chunk import affine_terms, chunk_gradient, chunk_traces
 from .layers import Layers
 from .projection import BASES
 from .rank import Rank
 from .rule import Flags, Gradients, TraceRule, Values, add_all, add_to, kind_of
 from .signal import PROPAGATED, Signal
-
-_LARGE = 2**27  # bytes; for smaller traces, kernel launches dominate the time of a step on a GPU
 
 
 @dataclass(frozen=True)
@@ -131,10 +130,6 @@ class D_RTRL(TraceRule):
             **kind_of(self),
         )
 
-    def prefers_fused(self, values: Values) -> bool:
-        """Whether the fused kernel is faster, which makes one pass over each trace: if these are large."""
-        return self.bound is None and bytes_on_gpu(values.values()) >= _LARGE
-
     def init(self, slots: Sequence[Slot], local: Local) -> Values:
         values = {}
         for slot in slots:
@@ -149,17 +144,6 @@ class D_RTRL(TraceRule):
         for slot in slots:
             old = values[slot.key]
             D, factor, J = _unshared(*local.at(slot), old.nbytes)
-            # with one state, XLA makes one pass by itself (see `fused`)
-            if (
-                len(old) > 1
-                and D is not None
-                and fits(slot, old, local.sharding)
-                and self.prefers_fused({slot.key: old})
-            ):
-                assert factor is not None
-                no_total, no_signal = jnp.zeros(old.shape[-2:], jnp.float32), jnp.zeros_like(D[0])
-                result[slot.key], _ = step(slot, old, D, factor, J, no_signal, no_total, local.sharding)
-                continue
             weight = local.weights[slot.relation.site.index][slot.name]
             now = slot.instant(factor, J, weight)
             if self.bound is not None:
@@ -201,8 +185,6 @@ class D_RTRL(TraceRule):
         if self.bound is not None:  # bounded traces are not linear in the steps
             return super().chunk(slots, values, record, total, fresh=fresh, keep=keep)
         record = record.cut_at_resets()
-        if record.length == 1 and keep and record.old_signals is None:
-            return self._one_step(slots, values, replace(record, keep=None), total)
         before = None if fresh else values
         dense = {t.group.index for t in slots if not t.uniform}
         found = {k: backward(record, k, products=keep and k in dense) for k in record.local.D}
@@ -230,34 +212,6 @@ class D_RTRL(TraceRule):
     def reset(self, slots: Sequence[Slot], values: Values, keep: Flags) -> Values:
         return {t.key: t.where(keep, values[t.key]) for t in slots}
 
-    def _one_step(
-        self, slots: Sequence[Slot], values: Values, record: Record, total: Gradients
-    ) -> tuple[Values, Gradients]:
-        """A chunk of one step: a single pass over each trace."""
-        fused = [
-            t
-            for t in slots
-            if record.local.D[t.group.index] is not None
-            and total[t.relation.site.index, t.name].dtype == jnp.float32
-            and fits(t, values[t.key], record.local.sharding)
-        ]
-        others = [t for t in slots if t not in fused]
-        after = dict(values)
-        if others:
-            mine = {t.key: values[t.key] for t in others}
-            found, grads = step_by_step(self, others, mine, record)
-            after.update(found)
-            total = add_all(total, grads)
-        local, signals, _, _ = record.one(jax.tree.map(lambda a: a[0], record.steps))
-        for slot in fused:
-            D, factor, J = local.at(slot)
-            assert factor is not None
-            key = (slot.relation.site.index, slot.name)
-            g = slot.lift(signals[slot.group.index], local.inputs[key[0]], 1)
-            after[slot.key], dw = step(slot, values[slot.key], D, factor, J, g, total[key], local.sharding)
-            total = {**total, key: dw}
-        return after, total
-
 
 def _unshared(D: Any, factor: Any, J: Any, size: int) -> tuple[Any, Any, Any]:
     """The operands of one trace of `size` bytes, behind a barrier.
@@ -268,5 +222,5 @@ def _unshared(D: Any, factor: Any, J: Any, size: int) -> tuple[Any, Any, Any]:
     if D is None or factor is None:
         return D, factor, J
     D, x, J = jax.lax.optimization_barrier((D, factor[0], J))
-    x = row_major(x) if on_one_gpu(x) else x
+    x = row_major(x) if on_gpu() and mesh_of(x) is None else x  # XLA would gather a sharded one
     return stored(D, size), (x, factor[1]), stored(J, size)

@@ -29,9 +29,9 @@ from .._compiler.samples import find_samples
 from .._compiler.step import name_of, show_paths
 from .._executor.backward import backward
 from .._executor.executor import ETraceGraphExecutor, Leaves
-from .._executor.fused import on_gpu
 from .._executor.marked_step import MarkedStep
 from .._executor.matrices import Matrix
+from .._executor.memory import on_gpu
 from .._executor.per_sample import PerSample
 from .._executor.per_sample_traces import Pulled, Rows, Terms, add_terms
 from .._executor.rows import fits, kernel_coefficients, step

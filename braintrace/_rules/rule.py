@@ -11,8 +11,9 @@ implements these by functions of its traces alone, which a user's own rule defin
 | `forget` | `reset` | the arrays with some samples reset |
 
 The other methods have defaults. Sequences: `begin`, `any_window`, `several_windows_per_pass`, `projection`,
-`always_windows`, `unroll`, `prefers_fused`, and of traces `chunk`, `joins_within_step`, `traces_after`,
-`affine_terms`, `correction`. Arrays that a reset keeps, and random streams: `lasting`, `seeded`. Devices:
+`always_windows`, `unroll`, and of traces `chunk`, `joins_within_step`, `traces_after`,
+`affine_terms`, `correction`. Arrays that a reset keeps, random streams, and traces
+to read: `lasting`, `seeded`, `up_to_date`. Devices:
 `specs`, `trace_specs`, `gradient_by_device`. The graph and the report: `seen`, `kind`.
 
 Terms of all rules:
@@ -127,9 +128,9 @@ class Rule(ABC):
         """The `unroll` of the scan over single steps."""
         return 1
 
-    def prefers_fused(self, values: Values) -> bool:
-        """Whether a chunk of one step, one fused pass over each trace, is faster than a step by itself."""
-        return False
+    def up_to_date(self, executor: ETraceGraphExecutor, values: Values) -> Values:
+        """The arrays with all traces of the present step, if the rule does not write them at each step."""
+        return values
 
 
 class TraceRule(Rule):

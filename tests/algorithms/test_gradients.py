@@ -13,8 +13,8 @@ import pytest
 
 import braintrace
 from braintrace._compiler.leaky_readouts import followed_by_filters
-from braintrace._executor import fused
-from braintrace._rules import d_rtrl
+from braintrace._executor import pending_steps
+from braintrace._rules import deferred
 
 from ..oracle import bptt, loss
 from ..run import (
@@ -238,6 +238,26 @@ def test_float32_is_as_near_as_it_can_be(name):
     assert agree(truth, found, 2e-5), difference(truth, found)
 
 
+# -- traces that are written once in several steps -------------------------------------------------
+
+
+@pytest.fixture
+def pending(monkeypatch):
+    """Every trace that fits is written once in three steps, by the kernels of a GPU."""
+    monkeypatch.setattr(pending_steps, "_write_plainly", partial(pending_steps.write, interpret=True))
+    monkeypatch.setattr(pending_steps, "_read_plainly", partial(pending_steps.read, interpret=True))
+    for name in ("_NARROWEST", "_ROWS", "_COLUMNS"):
+        monkeypatch.setattr(pending_steps, name, 1)
+    for module in (pending_steps, deferred):
+        monkeypatch.setattr(module, "PENDING", 3)
+    monkeypatch.setattr(deferred, "_LARGE", 1)
+
+    def switch(on: bool) -> None:
+        monkeypatch.setattr(deferred, "on_gpu", lambda: on)
+
+    return switch
+
+
 @pytest.mark.parametrize(
     "name",
     [
@@ -246,49 +266,73 @@ def test_float32_is_as_near_as_it_can_be(name):
         *(pytest.param(n, marks=pytest.mark.slow) for n in some(40, CASES) if n not in ("gru", "cascade")),
     ],
 )
-def test_a_step_in_the_kernel_of_a_gpu_is_a_step(name, monkeypatch):
-    case, taken = CASES[name], []
-
-    def step_in_kernel(*args: Any) -> Any:
-        taken.append(args)
-        return fused.step(*args)
-
-    monkeypatch.setattr(fused, "_SHORTEST", 1)
-    monkeypatch.setattr(fused, "_advance_plainly", partial(fused.advance, interpret=True))
-    monkeypatch.setattr(d_rtrl, "step", step_in_kernel)
-    results = []
+def test_traces_that_are_written_once_in_several_steps_are_the_same(name, pending):
+    case, results = CASES[name], []
     with jax.enable_x64(False):
         xs = [x if isinstance(x, tuple) else (x,) for x in in_float32(case)]
         stacked = [jnp.stack(parts) for parts in zip(*xs, strict=True)]
-        for fuses in (False, True):
-            monkeypatch.setattr(d_rtrl.D_RTRL, "prefers_fused", lambda *_, fuses=fuses: fuses)
+        for on in (False, True):
+            pending(on)
             learner = compiled(braintrace.D_RTRL(case.build()), xs[0])
             step = lambda *x, learner=learner: loss(jax.tree.leaves(learner(*x)))
             grads = learner.etrace_grad(*stacked, step_fn=step, chunk_size=1, reduction="sum")
-            results.append({**grads, **{k: st.value for k, st in learner.traces.items()}})
-        count = len(taken)
-        looped = online(braintrace.D_RTRL(case.build()), xs)  # several states use it there, too
-    assert agree(*results, 2e-5), difference(*results)
-    assert agree({k: results[0][k] for k in looped}, looped, 2e-5), difference(results[0], looped)
-    assert taken or name not in ("gru", "cascade")
-    assert len(taken) > count or name != "cascade"
+            traces = {k: st.value for k, st in learner.etrace_states.items() if "pending" not in k}
+            # a chunk after pending steps, and a loop of the user's
+            more = learner.etrace_grad(*stacked, step_fn=step, chunk_size=len(xs), reduction="sum")
+            looped = online(braintrace.D_RTRL(case.build()), xs)
+            results.append([grads, traces, more, looped])
+        deferred_ones = [k for k in learner.traces if "pending" in k]
+    for one, other in zip(*results, strict=True):
+        assert agree(one, other, 2e-5), difference(one, other)
+    assert deferred_ones or name not in ("gru", "cascade")
+
+
+def test_a_reset_of_some_samples_forgets_their_pending_steps(pending):
+    def step(w: Any, h: Any, x: Any) -> Any:
+        h = jnp.tanh(0.5 * h + braintrace.matmul(jnp.concatenate([x, h], -1), w))
+        return h, h
+
+    found: dict[bool, list[Any]] = {False: [], True: []}
+    with jax.enable_x64(False):
+        keys = jax.random.split(jax.random.key(0))
+        w, xs = jax.random.normal(keys[0], (9, 5)), jax.random.normal(keys[1], (7, 3, 4))
+        for on in found:
+            pending(on)
+            carry = jnp.zeros((3, 5))
+            net = braintrace.online(step, w, carry, xs[0])
+            traces = net.init(w, carry)
+            assert on == any("pending" in k for k in traces)
+            for t, x in enumerate(xs):
+                # of one sample at the first step, of one after some, of one just after the trace was written
+                carry, traces = net.reset(carry, traces, rows=jnp.array([t == 0, t == 2, t == 3]))
+                grad, (carry, traces), _ = net.grad(lambda y: jnp.sum(y**2), w, carry, traces, x[None])
+                found[on].append(grad)
+    for one, other in zip(*found.values(), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(
-    ("states", "rows", "width", "out"), every(3, [(2, 3, 12, 64), (1, 4, 32, 128), (3, 2, 5, 32)])
+    ("states", "rows", "width", "out"), every(3, [(2, 3, 16, 64), (1, 4, 32, 512), (3, 2, 64, 32)])
 )
 @pytest.mark.parametrize("dtype", every(2, [jnp.float32, jnp.bfloat16]))
-def test_the_kernel_of_a_gpu(states, rows, width, out, dtype):
-    of_state = (states, rows, out)
-    shapes = [(states, *of_state), of_state, (rows, width), of_state, (width, out)]
-    keys = jax.random.split(jax.random.key(0), 6)
-    trace, *rest = (
-        jax.random.normal(k, s, jnp.float32)
-        for k, s in zip(keys, [(states, rows, width, out), *shapes], strict=True)
-    )
-    found = fused.advance(trace.astype(dtype), *rest, interpret=True)
-    truth = fused._advance_plainly(trace.astype(dtype), *rest)
-    assert found[0].dtype == dtype
-    for a, b in zip(found, truth, strict=True):
-        error = jnp.max(jnp.abs(a.astype(jnp.float32) - b.astype(jnp.float32)))
-        assert float(error) < (1e-5 if dtype == jnp.float32 else 0.1)
+def test_the_kernels_that_read_and_write_a_trace(states, rows, width, out, dtype):
+    shapes = {
+        "trace": (states, rows, width, out),
+        "P": (states, states, rows, out),
+        "d": (16, states, rows, out),
+        "x": (16, rows, width),
+        "h": (states, rows, out),
+    }
+    keys = jax.random.split(jax.random.key(0), len(shapes))
+    each = zip(keys, shapes.values(), strict=True)
+    trace, P, d, x, h = (jax.random.normal(k, shape, jnp.float32) for k, shape in each)
+    trace = trace.astype(dtype).at[0, 0, 0, 0].set(jnp.inf)
+    P, h = P.at[:, 0, 0, 0].set(0), h.at[0, 0, 0].set(0)
+    for due in (0, 1):
+        given = trace, P, d, x, jnp.array([due])
+        found, truth = pending_steps.write(*given, interpret=True), pending_steps._write_plainly(*given)
+        assert found.dtype == dtype
+        np.testing.assert_allclose(found.astype(jnp.float32), truth.astype(jnp.float32), rtol=0.02, atol=1e-4)
+        assert due or bool(jnp.all(found == trace))
+    found, truth = pending_steps.read(trace, h, interpret=True), pending_steps._read_plainly(trace, h)
+    np.testing.assert_allclose(found, truth, rtol=1e-4, atol=1e-4)
