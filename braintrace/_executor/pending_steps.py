@@ -8,7 +8,7 @@ A step multiplies `P` and `d` by its local Jacobian, and adds its `x` and `J` as
 gradient reads the written trace once, and the pending steps by one matrix product. After `PENDING` steps a
 GPU kernel writes the trace in place.
 
-Pending steps are arrays of their own beside the trace. Zeros in all of them mean that no step is pending.
+Pending steps are arrays of their own beside the trace. With a `count` of zero, what they hold has no meaning.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _NARROWEST = 64  # rows of a matrix; for fewer, the pending steps are as large a
 _ROWS, _COLUMNS = 16, 32  # that divide a matrix: its products need the rows, and its loads the columns
 _MOST_STATES = 8  # groups with more are mostly delay lines, whose `D` is mostly zero
 _READ, _WRITTEN = (512, 2048), (64, 1024)  # columns and elements of a matrix per program
-_SAMPLES = 16  # of a program that writes
+_SAMPLES = 64  # of a program that writes, at most: programs that have nothing to write take time, too
 _TOGETHER = 4  # samples that are loaded before any is used
 
 
 def fits(slot: Slot, trace: Array, at: Sharding | None) -> bool:
     """Whether a trace can wait: that of a matrix, if its factor has its rows and its `J` its columns."""
     w, x = slot.layout.w, slot.layout.x
-    if slot.uniform or slot.columns or len(w) != 2 or x is None or slot.summed:
+    if slot.uniform or len(w) != 2 or x is None or slot.summed or (at is not None and slot.columns):
         return False
     has_rows_and_columns = w[0] not in slot.y and w[1] in slot.y
     if not has_rows_and_columns or {a for a in x if a in w or a in slot.y} != {*slot.labels[:-1]}:
@@ -85,12 +85,8 @@ class Pending:
         """No steps, on a trace."""
         states, *rows, width, out = trace.shape
         zeros = lambda *shape: jnp.zeros(shape, jnp.float32)
-        return Pending(
-            trace,
-            zeros(states, states, *rows, out),
-            zeros(PENDING, states, *rows, out),
-            zeros(PENDING, *rows, width),
-        )
+        x = jnp.zeros((PENDING, *rows, width), trace.dtype)
+        return Pending(trace, zeros(states, states, *rows, out), zeros(PENDING, states, *rows, out), x)
 
     def specs(self, slot: Slot, at: Sharding) -> dict[str, Spec]:
         """The partition specs of the arrays."""
@@ -100,10 +96,10 @@ class Pending:
         return {"trace": spec, "P": of_state, "d": of_state, "x": (None, *rows, i)}
 
     def known(self, count: Int[Array, ""]) -> Pending:
-        """With the identity as `P` if no step is pending."""
-        states, rest = len(self.P), self.P.ndim - 2
-        identity = jnp.eye(states).reshape(states, states, *[1] * rest)
-        return replace(self, P=jnp.where(count == 0, identity, self.P))
+        """With the identity as `P`, and zero as `d`, if no step is pending."""
+        identity = jnp.eye(len(self.P)).reshape(self.P.shape[:2] + (1,) * (self.P.ndim - 2))
+        P, d = jnp.where(count == 0, identity, self.P), jnp.where(count == 0, 0, self.d)
+        return replace(self, P=P, d=d)
 
     def followed_by(
         self, slot: Slot, D: Array, factor: tuple[Array, Labels], J: Array, count: Int[Array, ""]
@@ -111,35 +107,41 @@ class Pending:
         """One more step; `D` and `J` are at the positions of the trace."""
         x, have = factor
         D, J = _aligned(slot, D, 2), _aligned(slot, J, 1)
-        x = align(x.astype(jnp.float32), have, slot.labels[:-1])
-        P = jnp.stack([add_up(map(times, row[:, None], self.known(count).P)) for row in D])
-        d = jnp.stack([add_up(map(times, row[:, None], jnp.moveaxis(self.d, 1, 0))) for row in D], 1)
-        put = jax.lax.dynamic_update_index_in_dim
-        return replace(self, P=P, d=put(d, J, count, 0), x=put(self.x, x, count, 0))
+        x = align(x.astype(self.x.dtype), have, slot.labels[:-1])
+        now = self.known(count)
+        P = jnp.stack([add_up(map(times, row[:, None], now.P)) for row in D])
+        d = jnp.stack([add_up(map(times, row[:, None], jnp.moveaxis(now.d, 1, 0))) for row in D], 1)
+        is_this = jnp.arange(len(d)).reshape(-1, *[1] * (d.ndim - 1)) == count
+        x = jax.lax.dynamic_update_index_in_dim(self.x, x, count, 0)
+        return replace(self, P=P, d=jnp.where(is_this, J[None], d), x=x)
 
-    def written(self, slot: Slot, due: Bool[Array, ""], at: Sharding | None) -> Pending:
-        """With the trace written, and no pending steps, if that is `due`."""
+    def written(self, slot: Slot, due: Bool[Array, ""], at: Sharding | None) -> Array:
+        """The trace, with the pending steps if that is `due`."""
         given = self.trace, self.P, self.d, self.x, due.astype(jnp.int32)[None]
         specs = None if at is None else self.specs(slot, at)
         by = None if specs is None else ([*specs.values(), (None,)], specs["trace"])
-        trace = _per_device(_write, given, at, by)
-        P, d, x = (jnp.where(due, 0, a) for a in (self.P, self.d, self.x))
-        return Pending(trace, P, d, x)
+        return _per_device(_write, given, at, by)
 
     def kept(self, slot: Slot, keep: Array) -> Pending:
         """With the samples reset for which `keep` is False; at least one step has to be pending."""
         flags = slot.kept(keep)
         kept = _aligned(slot, jnp.broadcast_to(flags, (1, *self.P.shape[2:])), 1)[None] != 0
-        return replace(self, P=jnp.where(kept, self.P, 0), d=jnp.where(kept, self.d, 0))
+        of_x = jnp.any(kept[0], -1, keepdims=True)
+        return replace(
+            self,
+            P=jnp.where(kept, self.P, 0),
+            d=jnp.where(kept, self.d, 0),
+            x=jnp.where(of_x, self.x, 0),  # or a step that was not finite would stay
+        )
 
     def contract(self, slot: Slot, g: Array, count: Int[Array, ""], at: Sharding | None) -> Array:
         """`sum g trace`, with the axes of the weight; `g` is (S, *at)."""
-        g = _aligned(slot, g, 1)
-        h = add_up(map(times, g[:, None], self.known(count).P))
-        dy = add_up(map(times, g[:, None], jnp.moveaxis(self.d, 1, 0)))
+        g, now = _aligned(slot, slot.covered(g, slot.at, 1), 1), self.known(count)
+        h = add_up(map(times, g[:, None], now.P))
+        dy = add_up(map(times, g[:, None], jnp.moveaxis(now.d, 1, 0))).astype(self.x.dtype)
         given = self.trace, h, self.x, dy
         if at is None or mesh_of(self.trace) is None:
-            return _contract(*given)
+            return slot.uncovered(_contract(*given))
         specs = self.specs(slot, at)
         _, *rows, i, o = specs["trace"]
         summed = tuple(n for name in rows for n in names_of(name))
@@ -174,7 +176,8 @@ def _aligned(slot: Slot, q: Array, lead: int) -> Array:
 
 def _contract(trace: Array, h: Array, x: Array, dy: Array) -> Array:
     states, width, out = len(trace), *trace.shape[-2:]
-    pending = jax.lax.dot(x.reshape(-1, width).T, dy.reshape(-1, out))
+    x, dy = x.reshape(-1, width), dy.reshape(-1, out)
+    pending = jnp.einsum("ni,no->io", x, dy, preferred_element_type=jnp.float32)
     return pending + _read(trace.reshape(states, -1, width, out), h.reshape(states, -1, out))
 
 
@@ -205,7 +208,7 @@ def _write_plainly(
 ) -> Float[Array, "state sample in out"]:
     old = trace.astype(jnp.float32)
     decayed = jnp.stack([add_up(map(_product, row[:, :, None], old)) for row in P])
-    new = decayed + jnp.einsum("kmi,ksmo->smio", x, d)
+    new = decayed + jnp.einsum("kmi,ksmo->smio", x.astype(jnp.float32), d)
     return jnp.where(due[0], new.astype(trace.dtype), trace)
 
 
@@ -247,7 +250,7 @@ def _write_kernel(
 
     def one_row(m: Array, _: None) -> None:
         old = [trace[s, m].astype(jnp.float32) for s in range(states)]
-        inputs = x[:, m].T
+        inputs = x[:, m].astype(jnp.float32).T
         for s in range(states):
             decayed = add_up(_product(P[s, r, m][None], old[r]) for r in range(states))
             pending = jnp.dot(inputs, d[:, s, m], precision=jax.lax.Precision.HIGHEST)

@@ -140,19 +140,19 @@ class Slot:
 
     def _narrow(self, q: Array, labels: Labels, lead: int) -> Array:
         """Drop uniform axes and uncovered columns; `labels` are those of the axes after the first `lead`."""
-        q = self._covered(q, labels, lead)
+        q = self.covered(q, labels, lead)
         for axis, label in reversed(list(enumerate(labels))):
             if label in self.uniform:
                 q = jax.lax.index_in_dim(q, 0, lead + axis, keepdims=False)
         return q
 
-    def _covered(self, q: Array, labels: Labels, lead: int) -> Array:
+    def covered(self, q: Array, labels: Labels, lead: int) -> Array:
         """The columns that the trace covers; `labels` are those of the axes after the first `lead`."""
         if self.columns is None:
             return q
         return jax.lax.slice_in_dim(q, *self.columns, axis=lead + labels.index(self.layout.w[-1]))
 
-    def _uncovered(self, dw: Array) -> Array:
+    def uncovered(self, dw: Array) -> Array:
         """A gradient of the covered columns, with zeros for the others."""
         if self.columns is None:
             return dw
@@ -322,12 +322,12 @@ class Slot:
         """
         if self.uniform:
             return self._product(g, trace, parts)
-        g, trace = promoted(_align_states(self._covered(g, self.at, 1), self.at, self.labels), trace)
+        g, trace = promoted(_align_states(self.covered(g, self.at, 1), self.at, self.labels), trace)
         if parts is None:
-            return self._uncovered(self._contract(g, trace))
+            return self.uncovered(self._contract(g, trace))
         axis = 1 + self.labels.index(parts.label)
         g, trace = (parts.split(a, axis) for a in (g, trace))
-        return self._uncovered(jax.vmap(self._contract, axis)(g, trace))
+        return self.uncovered(jax.vmap(self._contract, axis)(g, trace))
 
     def _product(self, g: Array, trace: Array, parts: DeviceSplit | None) -> Array:
         """`sum g trace` of a trace that lacks axes of the weight."""

@@ -249,7 +249,7 @@ def _drive(
     """The way to drive a step; `is_window`: the step takes a window of steps by itself."""
     compiled, values = learner._cache.now, learner._values()
     if is_window and not compiled.rule.back_through_time:
-        return Drive(step, sequence.pace, unroll=compiled.rule.unroll)
+        return Drive(step, sequence.pace)
     if not compiled.rule.back_through_time:
         compiled.shard_like(leaves_of(compiled), learner._inputs_of(compiled))
     return compiled.drive(

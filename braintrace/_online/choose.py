@@ -5,12 +5,14 @@ from __future__ import annotations
 import jax
 
 from .._compiler.errors import NotSupportedError
+from .._executor.memory import on_gpu
 from .drive import Drive
 from .request import WindowSize
 from .rule_step import RuleStep
 from .sequence import Sequence, even_chunks
 from .user_step import UserStep
 
+_SMALL = 2**27  # bytes of a rule's arrays, whose updates take less than the launches of kernels
 _ANY_WINDOW = 16  # default window size of rules whose gradient does not depend on it
 
 
@@ -40,7 +42,7 @@ def choose(
     if rule_step.rule.back_through_time:
         return Drive(step, sequence.length, "windows", checkpoint_every=chunk_size)
     obstacle = step.why_step_by_step()
-    step_by_step = Drive(step, sequence.pace, unroll=rule_step.rule.unroll)
+    step_by_step = Drive(step, sequence.pace, unroll=_unroll(rule_step))
     if rule_step.uses_windows:
         any_window = rule_step.rule.any_window
         if window == "auto":
@@ -80,3 +82,9 @@ def auto_window(rule_step: RuleStep, length: int, budget: int) -> int:
 def _best_chunk(rule_step: RuleStep, sequence: Sequence, budget: int) -> int:
     """The size of about equal chunks whose records fit into `budget` bytes."""
     return even_chunks(sequence.length, min(sequence.pace, budget // max(1, rule_step.record_bytes())))
+
+
+def _unroll(rule_step: RuleStep) -> int:
+    """The `unroll` of a scan over steps: on a GPU, an iteration costs as much as a small kernel."""
+    arrays = rule_step.arrays.shapes.values()
+    return 2 if on_gpu() and sum(a.size * a.dtype.itemsize for a in arrays) < _SMALL else 1

@@ -51,7 +51,7 @@ class Deferred(D_RTRL):
             assert D is not None
             assert factor is not None
             steps = _of(slot, values).followed_by(slot, D, factor, J, count)
-            result.update(_named(slot, steps.written(slot, due, local.sharding)))
+            result.update(_named(slot, steps) | {slot.key: steps.written(slot, due, local.sharding)})
         return {**result, COUNT: jnp.where(due, 0, count + 1)}
 
     def gradient_by_device(
@@ -102,7 +102,7 @@ class Deferred(D_RTRL):
         is_due = values[COUNT] > 0
         found = dict(values)
         for slot in pending:
-            found.update(_named(slot, _of(slot, values).written(slot, is_due, at)))
+            found[slot.key] = _of(slot, values).written(slot, is_due, at)
         return {**found, COUNT: jnp.zeros_like(values[COUNT])}
 
     def trace_specs(self, slots: Sequence[Slot], at: Sharding, shapes: Shapes) -> dict[str, Spec]:

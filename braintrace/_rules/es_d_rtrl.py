@@ -67,11 +67,6 @@ class ES_D_RTRL(TraceRule):
     def several_windows_per_pass(self) -> bool:
         return True
 
-    @property
-    def unroll(self) -> int:
-        """The `unroll` of the scan over steps: on a GPU, an iteration costs as much as a small kernel."""
-        return 1 if jax.default_backend() == "cpu" else 2
-
     def init(self, slots: Sequence[Slot], local: Local) -> Values:
         values: Values = {}
         for slot in slots:

@@ -11,7 +11,7 @@ implements these by functions of its traces alone, which a user's own rule defin
 | `forget` | `reset` | the arrays with some samples reset |
 
 The other methods have defaults. Sequences: `begin`, `any_window`, `several_windows_per_pass`, `projection`,
-`always_windows`, `unroll`, and of traces `chunk`, `joins_within_step`, `traces_after`,
+`always_windows`, and of traces `chunk`, `joins_within_step`, `traces_after`,
 `affine_terms`, `correction`. Arrays that a reset keeps, random streams, and traces
 to read: `lasting`, `seeded`, `up_to_date`. Devices:
 `specs`, `trace_specs`, `gradient_by_device`. The graph and the report: `seen`, `kind`.
@@ -122,11 +122,6 @@ class Rule(ABC):
     def kind(self, windows: bool) -> RuleKind:
         """The properties that the exactness report needs; `windows`: signals are taken at window starts."""
         return RuleKind("a rule of one's own", known=False)
-
-    @property
-    def unroll(self) -> int:
-        """The `unroll` of the scan over single steps."""
-        return 1
 
     def up_to_date(self, executor: ETraceGraphExecutor, values: Values) -> Values:
         """The arrays with all traces of the present step, if the rule does not write them at each step."""
