@@ -33,7 +33,7 @@ PENDING = 16  # steps; a product over fewer takes no tensor cores, and more are 
 _NARROWEST = 64  # rows of a matrix; for fewer, the pending steps are as large as the trace
 _ROWS, _COLUMNS = 16, 32  # that divide a matrix: its products need the rows, and its loads the columns
 _MOST_STATES = 8  # groups with more are mostly delay lines, whose `D` is mostly zero
-_READ, _WRITTEN = (512, 2048), (64, 1024)  # columns and elements of a matrix per program
+_READ, _WRITTEN = (128, 2048), (64, 1024)  # columns and elements of a matrix per program
 _SAMPLES = 64  # of a program that writes, at most: programs that have nothing to write take time, too
 _TOGETHER = 4  # samples that are loaded before any is used
 
