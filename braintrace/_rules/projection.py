@@ -389,9 +389,15 @@ def along_rows(vectors: Vectors, rows: Rows) -> Float[Array, "samples rank"]:
 
 
 def cross(vectors: Vectors, pair: tuple[Rows, Rows]) -> Vectors:
-    """The part `(λ Tᵀ) S` of cotangents that crosses the start of a window."""
+    """The part `(λ Tᵀ) S` of cotangents that crosses the start of a window.
+
+    Its products have the precision of all others that cotangents take, because they are taken at every step.
+    """
     s, t = pair
-    return precise_einsum("br,brn->bn" if s.ndim == 3 else "br,rn->bn", along_rows(vectors, t), s)
+    each = "bn,brn->br", "br,brn->bn"
+    shared = "bn,rn->br", "br,rn->bn"
+    (along, back), (vectors, s, t) = each if s.ndim == 3 else shared, promoted(vectors, s, t)
+    return jnp.einsum(back, jnp.einsum(along, vectors, t), s)
 
 
 def precise_einsum(axes: str, *arrays: Any) -> Array:
