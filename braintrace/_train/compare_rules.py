@@ -31,7 +31,7 @@ from .batches import Batches, read
 from .comparison import Agreement, Compared, Comparison
 from .engine import with_aux
 from .optimizers import optimizer_by_name
-from .progress_bar import Stages
+from .progress_bar import Bar
 
 if TYPE_CHECKING:
     import optax
@@ -117,8 +117,9 @@ def compare_rules(
     training = read_training(train)
     rows: list[Compared] = []
     truth: Gradients = {}
-    with Stages([choice.label for choice in choices], progress) as stages:
-        for choice, _ in zip(choices, stages, strict=True):
+    with Bar(len(choices), progress, "", stderr=True) as bar:
+        for done, choice in enumerate(choices):
+            bar.move(done, choice.label, f"{done}/{len(choices)}  {choice.label}")
             try:
                 row, found = _measure(problem, choice, truth, training, budget)
             except Exception as error:

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from .._types import NumPyArray
 from .canvas import Area, Drawing, draw_axes, scale, ticks
-from .result import COUNTS, FitResult
+from .result import FitResult, scores_of
 
 COLORS = (
     *("#2563eb", "#e4572e", "#0d9488", "#a855f7", "#ca8a04", "#64748b"),
@@ -42,7 +42,7 @@ class Line:
 def names_of(runs: Runs) -> list[str]:
     """Return the metrics of the runs, the loss first."""
     rows = [row for run in runs.values() for row in (run.history[:1] + run.evaluations[:1])]
-    return list(dict.fromkeys(k for row in rows for k in row if k not in (*COUNTS, "seconds")))
+    return list(dict.fromkeys(k for row in rows for k in scores_of(row)))
 
 
 def lines_of(runs: Runs, metric: str) -> list[Line]:

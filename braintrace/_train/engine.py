@@ -8,8 +8,8 @@ update, which finds the step and the parameters and leaves the weights as they w
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -27,6 +27,7 @@ from .._online.sequence import Sequence, scan_parts
 from .._report.check import about_zeros, by_name
 from .._types import Array, ArrayLike, Function, NumPyArray, Options, PyTree
 from .batches import Batch, probable_cause, size_of, steps_of
+from .options import FitOptions
 from .sharding import Layout
 from .unlearned import warn_of_unlearned
 
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
 
     from .._learners.stateful import ETraceAlgorithm
 
-Metric = Callable[[PyTree, PyTree, Array], Array]
 Parameters = dict[str, PyTree]
 Flags = Array | None  # of samples that are reset before a step
 Scores = dict[str, PyTree]  # arrays by name
@@ -45,33 +45,33 @@ _fitted: weakref.WeakSet[brainstate.nn.Module] = (
 )  # models whose states were made for a batch of `fit`
 
 
-@dataclass(eq=False)
 class Engine:
     """A learner, its optimiser and the functions that train and evaluate on a batch."""
 
-    learner: ETraceAlgorithm
-    step_fn: Function
-    optimizer: optax.GradientTransformation
-    update_every: int | None  # steps; None for once per sequence
-    chunk_size: int | None
-    metrics: Mapping[str, Metric]
-    reset: bool
-    batched: bool
-    layout: Layout | None = None  # of a device mesh
-    opt_state: PyTree = field(init=False)
-    _shapes: PyTree = None  # of the batch that the states fit
-    _arguments: dict[PyTree, tuple[PyTree, Options]] = field(default_factory=dict)  # by shapes
-    _warned_of_unlearned: bool = False
-
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        learner: ETraceAlgorithm,
+        step_fn: Function,
+        optimizer: optax.GradientTransformation,
+        options: FitOptions,
+        layout: Layout | None,  # of a device mesh
+    ) -> None:
         import optax
 
-        self._optimizer = optax.with_extra_args_support(self.optimizer)
+        self.learner, self.step_fn, self.layout = learner, step_fn, layout
+        every = options["update_every"]
+        self.update_every = None if every == "sequence" else every
+        self.chunk_size, self.metrics = options["chunk_size"], options["metrics"] or {}
+        self.reset, self.batched = options["reset"], options["batched"]
+        self._shapes: PyTree = None  # of the batch that the states fit
+        self._arguments: dict[PyTree, tuple[PyTree, Options]] = {}  # by shapes
+        self._warned_of_unlearned = False
+        self._optimizer = optax.with_extra_args_support(optimizer)
         if self.layout is not None:
             for state in self.named_parameters().values():
                 state.value = self.layout.parameters(state.value)
             self.layout.warn_of_unused(self.parameters())
-        opt_state = self.optimizer.init(self.parameters())
+        opt_state = optimizer.init(self.parameters())
         if self.layout is not None:
             opt_state = self.layout.like(opt_state, self.parameters())
         self.opt_state = brainstate.ShortTermState(opt_state)

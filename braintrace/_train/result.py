@@ -12,7 +12,12 @@ import numpy as np
 from .._types import ArrayLike, NumPyArray
 
 Row = dict[str, float]
-COUNTS = ("batch", "epoch", "step")  # columns that are no scores; `step` for streams only
+COUNTS = ("batch", "epoch", "step")  # integer columns; `step` for streams only
+
+
+def scores_of(row: Row) -> Row:
+    """Return the loss and the metrics of a row."""
+    return {k: v for k, v in row.items() if k not in (*COUNTS, "seconds")}
 
 
 @dataclass(repr=False)
@@ -49,8 +54,7 @@ class FitResult:
             rows = self.evaluations[-1:]
         else:
             rows = self.history[-max(1, min(100, len(self.history) // 10)) :]
-        names = [k for k in (rows[0] if rows else ()) if k not in (*COUNTS, "seconds")]
-        return {k: float(np.mean([r[k] for r in rows])) for k in names}
+        return {k: float(np.mean([r[k] for r in rows])) for k in scores_of(rows[0] if rows else {})}
 
     def curve(self, name: str = "loss", *, evaluation: bool = False) -> tuple[NumPyArray, NumPyArray]:
         """Return batch numbers and the values of one metric, of training or of the evaluations."""

@@ -7,7 +7,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sized
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from types import FrameType
@@ -22,47 +21,27 @@ from .batches import Batch, Batches, not_finite, read, size_of, steps_of
 from .checkpoint import Arrays, Checkpoints, Notes, collect, restore
 from .engine import Engine, Scores, sequence_of
 from .failures import DivergedError, naming_lost_process
+from .options import FitOptions
 from .progress_bar import Watch
-from .result import COUNTS, FitResult, Log, Row, to_columns, to_rows
+from .result import FitResult, Log, Row, scores_of, to_columns, to_rows
 from .stream import Averages, Stream
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """When a run ends, evaluates and saves; None for no limit, and for an evaluation after each epoch."""
-
-    epochs: int | None
-    max_batches: int | None
-    max_steps: int | None  # of a stream
-    eval_every: int | None
-    checkpoint_every: int
-    stop_when: Callable[[Row], bool] | None
-
-    def total(self, batches: Batches | Stream) -> int | None:
-        """Return the number of batches, if it is known."""
-        each = len(batches) if isinstance(batches, Sized) else None
-        known = [self.max_batches, each * self.epochs if each and self.epochs else None]
-        if isinstance(batches, Stream) and batches.block and self.max_steps:
-            known.append(-(-self.max_steps // batches.block))
-        return min((n for n in known if n is not None), default=None)
 
 
 class Run:
     """A run: its position in the data, its results, and the steps taken for each batch."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        batches: Batches | Stream,
-        eval_batches: Batches | None,
-        schedule: Schedule,
-        checkpoints: Checkpoints | None,
-    ) -> None:
-        self.engine, self.batches, self.eval_batches = engine, batches, eval_batches
-        self.schedule, self.checkpoints = schedule, checkpoints
+    def __init__(self, engine: Engine, batches: Batches | Stream, options: FitOptions) -> None:
+        self.engine, self.batches, self.options = engine, batches, options
+        self.stream = batches if isinstance(batches, Stream) else None
+        self.eval_batches, self.stop_when = options["eval_batches"], options["stop_when"]
+        self.epochs, self.max_batches = options["epochs"], options["max_batches"]
+        self.max_steps, self.eval_every = options["max_steps"], options["eval_every"]
+        if self.stream is None and (self.max_batches is None or isinstance(batches, Iterator)):
+            self.epochs = self.epochs or 1
+        folder = options["checkpoint_dir"]
+        self.checkpoints = None if folder is None else Checkpoints(folder)
         self.epoch = self.index = self.batch = self.step = 0  # index: within the epoch; batch: of all epochs
         self.seconds = 0.0
-        self.stream = batches if isinstance(batches, Stream) else None
         self.averages = Averages(self.stream.average, {}, {}) if self.stream else None
         self.result = FitResult()
         self.log = Log(None, 0)
@@ -72,17 +51,17 @@ class Run:
         self._trained_size: int | None = None  # the number of its sequences
         self._left: Iterator[Batch] | None = None  # the remaining batches of the epoch
 
-    def go(self, *, resume: bool, metrics_file: str | Path | None, progress: bool) -> FitResult:
-        """Train until something ends the run, from the newest checkpoint on if `resume`."""
+    def go(self) -> FitResult:
+        """Train until something ends the run, from the newest checkpoint on if `resume` is set."""
         layout, checkpoints = self.engine.layout, self.checkpoints
         processes = 1 if layout is None else layout.processes
         shows = processes == 1 or jax.process_index() == 0
         try:
             with naming_lost_process(processes, checkpoints):
-                self._start(resume)
-                self.log = Log(metrics_file if shows else None, self.batch)
+                self._start(self.options["resume"])
+                self.log = Log(self.options["metrics_file"] if shows else None, self.batch)
                 live = self.result if self.stream is not None else None
-                watch = Watch(self.schedule.total(self.batches), progress and shows, live)
+                watch = Watch(self._total(), shows and self.options["progress"], live)
                 with watch as self.watch, Interrupt(self.watch.say) as self.interrupt:
                     self._train_all()
         finally:
@@ -111,7 +90,7 @@ class Run:
         where = self.checkpoints.path(latest)
         history, evaluations = (to_rows(arrays.pop(name, {})) for name in ("history", "evaluations"))
         self.result = FitResult(history, evaluations, checkpoint=where)
-        self.result.reached = notes["reached"] and self.schedule.stop_when is not None
+        self.result.reached = notes["reached"] and self.stop_when is not None
         restore(self.engine, arrays, where)
         self._warn_of_changes(notes.get("settings", {}), where)
 
@@ -129,7 +108,7 @@ class Run:
         if self.stream is not None:
             self.step, averages = notes["step"], notes["averages"]
             self.averages = Averages(self.stream.average, averages["totals"], averages["weights"])
-            self._left = self.stream.read(self.step, self.schedule.max_steps, self.engine.batched)
+            self._left = self.stream.read(self.step, self.max_steps, self.engine.batched)
             first = last = next(self._left, None)
             self._left = None if first is None else itertools.chain([first], self._left)
             if first is None:  # nothing is left to learn, and states have shapes only by a batch
@@ -193,7 +172,7 @@ class Run:
             elif self.index == 0:
                 raise ValueError(f"`batches` gave no batch in epoch {self.epoch}.")
             else:
-                if self.schedule.eval_every is None:
+                if self.eval_every is None:
                     self._evaluate()
                 self.epoch, self.index, self._left = self.epoch + 1, 0, None
         if not self.result.interrupted:
@@ -207,12 +186,12 @@ class Run:
 
     def _read(self) -> Iterator[Batch]:
         if self.stream is not None:
-            return self.stream.read(self.step, self.schedule.max_steps, self.engine.batched)
+            return self.stream.read(self.step, self.max_steps, self.engine.batched)
         return read(self.batches, self.epoch, self.engine.batched)  # type: ignore[arg-type]
 
     def _end_stream(self) -> None:
         """Raise an error, after a checkpoint, if a stream ended before `max_steps`."""
-        most = self.schedule.max_steps
+        most = self.max_steps
         if self.batch and (most is None or self.step >= most):
             return
         self._save()
@@ -224,16 +203,19 @@ class Run:
         )
 
     def _is_over(self) -> bool:
-        epochs, batches = self.schedule.epochs, self.schedule.max_batches
         layout, asked = self.engine.layout, self.interrupt.asked
         self.result.interrupted = asked if layout is None else layout.any_asks(asked)
-        return (
-            self.result.interrupted
-            or self.result.reached
-            or (epochs is not None and self.epoch >= epochs)
-            or (batches is not None and self.batch >= batches)
-            or (self.schedule.max_steps is not None and self.step >= self.schedule.max_steps)
-        )
+        limits = (self.epoch, self.epochs), (self.batch, self.max_batches), (self.step, self.max_steps)
+        done = any(most is not None and now >= most for now, most in limits)
+        return done or self.result.interrupted or self.result.reached
+
+    def _total(self) -> int | None:
+        """Return the number of batches, if it is known."""
+        each = len(self.batches) if isinstance(self.batches, Sized) else None
+        known = [self.max_batches, each * self.epochs if each and self.epochs else None]
+        if self.stream is not None and self.stream.block and self.max_steps:
+            known.append(-(-self.max_steps // self.stream.block))
+        return min((n for n in known if n is not None), default=None)
 
     def _train(self, batch: Batch) -> None:
         began = time.perf_counter()
@@ -252,16 +234,14 @@ class Run:
         self._stop_if_diverged(losses, bad, batch)
         self.result.history.append(row)
         self.log.write("train", row)
-        schedule = self.schedule
         if self.averages is not None:
-            scores = {k: v for k, v in row.items() if k not in (*COUNTS, "seconds")}
-            self.averages.add(scores, float(weight), steps)
+            self.averages.add(scores_of(row), float(weight), steps)
         self.watch.trained(row, steps, passed)
-        if schedule.eval_every is not None and self.batch % schedule.eval_every == 0:
+        if self.eval_every is not None and self.batch % self.eval_every == 0:
             self._evaluate()
-        if not self._evaluates and schedule.stop_when is not None:
-            self.result.reached = bool(schedule.stop_when(row))
-        if self.batch % schedule.checkpoint_every == 0:
+        if not self._evaluates and self.stop_when is not None:
+            self.result.reached = bool(self.stop_when(row))
+        if self.batch % self.options["checkpoint_every"] == 0:
             self._save()
 
     def _row(self, scores: Scores) -> Row:
@@ -301,8 +281,8 @@ class Run:
         done.append(row)
         self.log.write("eval", row)
         self.watch.evaluated(row)
-        if self.schedule.stop_when is not None:
-            self.result.reached = bool(self.schedule.stop_when(row))
+        if self.stop_when is not None:
+            self.result.reached = bool(self.stop_when(row))
 
     def _scores_of(self, batches: Batches) -> Scores:
         """Return the scores of all batches, weighted by the number of sequences or of steps that count."""
