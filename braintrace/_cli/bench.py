@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from .models import time_step
 from .options import UsageError, add_command, add_options
-from .rules import learner_of, parse_rule, signal_of
+from .rules import learner_of, parse_rule
 
 if TYPE_CHECKING:
     from .options import Commands
@@ -81,7 +81,7 @@ def _compare(given: Namespace) -> None:
         make_net(given.cell, sizes, given.hidden),
         xs,
         ys,
-        lambda net, x, y: squared_error(net(x, **signal_of(net, y)), y),
+        lambda net, x, y: squared_error(net(x), y),
         rules,
     )
     print(f"{given.cell} {given.inputs} -> {given.hidden}, batches of {given.batch_size}")

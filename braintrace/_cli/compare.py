@@ -87,46 +87,35 @@ def run(given: Namespace) -> int:
 @contextmanager
 def _opened(given: Namespace) -> Iterator[tuple[frameworks.Model, Data]]:
     """Yield the model and the data."""
+    make, data = None, None
     if given.task:
-        data = _of_task(given)
+        make, data = _of_task(given)
     elif given.data:
         data = _of_file(given)
-    elif given.model and given.input:
-        with models.build(given) as (model, inputs):
-            yield model, Data(*random_data(given, model, inputs), None, distance, random=True)
-        return
-    else:
+    elif not (given.model and given.input):
         raise UsageError("There are no data: give a model with --input, --task or --data; or a --task alone.")
-    if given.model:
-        if given.cell:
-            raise UsageError("Give a --cell or a model, not both.")
-        with models.build(given) as (model, _):
-            yield model, data
-    elif given.task:
-        import brainstate
-
-        from .nets import make_net
-
-        task = make_task({"task": given.task, "set": dict(map(task_option, given.set))})
-        with models.time_step(given.dt):
-            brainstate.random.seed(given.seed)
-            net = make_net(given.cell or ("alif" if task.spiking else "gru"), task, given.hidden)
-            yield frameworks.read(net, None, None, models.shapes(given), given), data
-    else:
+    if data and given.model and given.cell:
+        raise UsageError("Give a --cell or a model, not both.")
+    if not given.model and make is None:
         raise UsageError("--data needs a model: braintrace compare my_mod:Model --data FILE.")
+    with models.build(given, None if given.model else make) as (model, inputs):
+        yield model, data or Data(*random_data(given, model, inputs), None, distance, random=True)
 
 
-def _of_task(given: Namespace) -> Data:
+def _of_task(given: Namespace) -> tuple[Function, Data]:
+    """Return a function that makes a net for a task, and data of the task."""
+    from .nets import make_net
     from .tasks import check_name
 
     check_name(given.task)
     task = make_task({"task": given.task, "set": dict(map(task_option, given.set))})
+    cell = given.cell or ("alif" if task.spiking else "gru")
     given.batch_size = given.batch_size or DEFAULTS["batch_size"]
     given.input = [str(task.inputs)]
-    seed, size = given.seed, given.batch_size
-    batches = lambda epoch: [task.batch(seed, epoch, size)]
-    xs, ys, mask = task.batch(seed, 0, size)
-    return Data(xs, [ys], mask, task.loss, batches)
+    batch = lambda number: task.batch(given.seed, number, given.batch_size)
+    xs, ys, mask = batch(0)
+    make = lambda: make_net(cell, task, given.hidden)
+    return make, Data(xs, [ys], mask, task.loss, lambda epoch: [batch(epoch)])
 
 
 def _of_file(given: Namespace) -> Data:

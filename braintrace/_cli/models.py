@@ -41,12 +41,17 @@ def add_arguments(parser: argparse.ArgumentParser, *, required: bool = True) -> 
 
 
 @contextmanager
-def build(given: Namespace) -> Iterator[tuple[frameworks.Model, list[Aval]]]:
-    """Yield the functional learner of the model, and the shape of each input with its batch axis."""
+def build(given: Namespace, make: Function | None = None) -> Iterator[tuple[frameworks.Model, list[Aval]]]:
+    """Yield the functional learner of a model, and the shape of each input with its batch axis.
+
+    Args:
+        given: All options.
+        make: Returns the model; by default that which the options name.
+    """
     import brainstate
 
     inputs = shapes(given)
-    make = find(given.model, given)
+    make = make or find(given.model, given)
     brainstate.random.seed(given.seed)
     with time_step(given.dt):
         params, carry = (_given(name, given) for name in ("params", "carry"))
@@ -56,7 +61,7 @@ def build(given: Namespace) -> Iterator[tuple[frameworks.Model, list[Aval]]]:
 def _given(name: str, given: Namespace) -> PyTree:
     """Return the value of `--params` or `--carry`: a name in the model's module, or `module:name`."""
     spec = getattr(given, name)
-    if spec is None:
+    if spec is None or given.model is None:
         return None
     where = given.model.partition(":")[0]
     found, args, kwargs = _look_up(spec if ":" in spec else f"{where}:{spec}")

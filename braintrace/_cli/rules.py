@@ -11,7 +11,7 @@ from .options import RULES, UsageError, hint
 
 if TYPE_CHECKING:
     from .._learners.stateful import ETraceAlgorithm
-    from .._types import Model, Option, Options, PyTree
+    from .._types import Option, Options
 
 DIAL = {"window": 0, "rank": 0, "basis": None, "across": None}  # options of rules with windows, and defaults
 REPLACES = {"num_targets": ("B_list",)}  # an option, and others that make it superfluous
@@ -71,12 +71,6 @@ def learner_of(text: str, dial: Options, **defaults: Option) -> tuple[type[ETrac
     if chosen.get("rank") or chosen.get("window"):
         chosen = {"vjp_method": "multi-step", "window": 1, **chosen}
     return LEARNERS[name], {**more, **chosen, **options}
-
-
-def signal_of(learner: Model, target: PyTree) -> Options:
-    """Return the keyword arguments of a call, for rules whose learning signal is made of the target."""
-    rule = getattr(learner, "rule", None)  # BPTT has none
-    return {} if rule is None or "target" not in rule.signal.takes else {"target": target}
 
 
 def has_windows(text: str) -> bool:

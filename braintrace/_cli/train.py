@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from . import devices
 from .options import OPTIONS, SPEC, UsageError, add_command, add_options
-from .rules import DIAL, has_windows, learner_of, signal_of
+from .rules import DIAL, has_windows, learner_of
 
 if TYPE_CHECKING:
     import optax
@@ -190,9 +190,12 @@ def _step(learner: ETraceAlgorithm, task: Task) -> Function:
     """Return the loss of a step, which gives the target to rules that take it."""
     import jax
 
+    takes_target = "target" in learner.rule.signal.takes
+
     def step(x: PyTree, y: PyTree) -> PyTree:
         target = jax.nn.one_hot(y, task.outputs) if y.ndim == 1 else y
-        return task.step(lambda x: learner(x, **signal_of(learner, target)))(x, y)
+        signal = {"target": target} if takes_target else {}
+        return task.step(lambda x: learner(x, **signal))(x, y)
 
     return step
 

@@ -41,8 +41,8 @@ class Drawing:
         """Add a line through points."""
         shown = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
         stroke = {"stroke": color or "currentColor", "stroke_width": width, "stroke_opacity": opacity}
-        dashes = "5 4" if dashed else None
-        self.elements.append(tag("polyline", points=shown, fill="none", **stroke, stroke_dasharray=dashes))
+        stroke["stroke_dasharray"] = "5 4" if dashed else None
+        self.elements.append(tag("polyline", points=shown, fill="none", **stroke))
         x, y = zip(*points, strict=True) if points else ((), ())
         style: Options = {"color": color or INK, "linewidth": width, "alpha": opacity}
         self.plots.append(lambda axes: axes.plot(x, y, "--" if dashed else "-", **style))
@@ -68,15 +68,13 @@ class Drawing:
     ) -> None:
         """Add text that starts at, is centred on or ends at a point."""
         style = {"text_anchor": anchor, "fill": color or "currentColor", "font_size": size}
-        style |= {"font_weight": 600 if bold else None}
-        style |= {"transform": f"rotate(-90 {x:.1f} {y:.1f})" if turned else None}
+        style["font_weight"] = 600 if bold else None
+        style["transform"] = f"rotate(-90 {x:.1f} {y:.1f})" if turned else None
         self.elements.append(tag("text", words, x=f"{x:.1f}", y=f"{y:.1f}", **style))
-        side = {"start": "left", "middle": "center", "end": "right"}[anchor]
-        turn = {"rotation": 90 if turned else 0, "rotation_mode": "anchor"}
-        font = {"fontsize": size * 0.92, "fontweight": "bold" if bold else "normal"}  # wider than in SVG
-        plain = words.replace("$", r"\$")
-        more: Options = {"ha": side, "va": "baseline", "color": color or INK, **turn, **font}
-        self.plots.append(lambda axes: axes.text(x, y, plain, **more))
+        plain, side = words.replace("$", r"\$"), {"start": "left", "middle": "center", "end": "right"}[anchor]
+        font: Options = {"fontsize": size * 0.92, "weight": "bold" if bold else "normal"}  # wider than in SVG
+        font |= {"ha": side, "color": color or INK, "rotation": 90 * turned, "rotation_mode": "anchor"}
+        self.plots.append(lambda axes: axes.text(x, y, plain, **font))
 
     def to_svg(self, *, in_page: bool = False) -> Markup:
         """Return SVG on white or, for a page, without a background and in the colour of the page's text."""

@@ -85,10 +85,10 @@ class Comparison:
 
     def row(self, rule: str) -> Compared:
         """Return the row of a rule, by its label."""
-        found = [r for r in self.rows if r.rule == rule]
-        if not found:
-            raise KeyError(f"No rule {rule!r} here; there are {', '.join(r.rule for r in self.rows)}.")
-        return found[0]
+        found = {r.rule: r for r in self.rows}
+        if rule not in found:
+            raise KeyError(f"No rule {rule!r} here; there are {', '.join(found)}.")
+        return found[rule]
 
     @property
     def frontier(self) -> list[Compared]:
@@ -204,15 +204,18 @@ class Comparison:
         """Write a page (.html), the data (.json) or the picture (.svg; with matplotlib .png, .pdf, ...)."""
         from .._report.markup import tag, write
         from .comparison_picture import draw
-        from .report_page import card, write_page
+        from .report_page import section, write_page
 
         path = Path(path)
         if path.suffix == ".json":
             write(path, self.to_json())
         elif path.suffix == ".html":
-            parts = [card(draw(self).to_svg()), tag("h2", "Costs"), card(self.table.to_html())]
-            parts += [tag("h2", "Parameters"), card(self.by_parameter.to_html())]
-            write_page(path, "Comparison of learning rules", self.recommendation, parts)
+            picture = tag("div", draw(self).to_svg(), class_="card")
+            tables = (
+                section("Costs", self.table.to_html()),
+                section("Parameters", self.by_parameter.to_html()),
+            )
+            write_page(path, "Comparison of learning rules", self.recommendation, picture, *tables)
         else:
             draw(self).save(path)
 

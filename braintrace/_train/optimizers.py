@@ -23,12 +23,11 @@ from .._types import Array, ArrayLike, Function, PyTree
 if TYPE_CHECKING:
     import optax
 
-
 Rate = float | Callable[[Array], ArrayLike]  # a learning rate, or a schedule of Optax
 
 
-class SecondMoments(NamedTuple):
-    """The state of `adaptive_obgd`: the number of updates, and running averages of squared updates."""
+class State(NamedTuple):
+    """The number of updates and, of `adaptive_obgd`, running averages of squared updates."""
 
     count: PyTree
     moments: PyTree
@@ -57,18 +56,7 @@ def obgd(learning_rate: Rate = 1.0, kappa: float = 2.0) -> optax.GradientTransfo
         >>> updates["w"].tolist()
         [-0.375, 0.125]
     """
-    import optax
-
-    def init(params: PyTree) -> PyTree:
-        return optax.ScaleByScheduleState(jnp.zeros([], jnp.int32))
-
-    def update(
-        traces: PyTree, state: PyTree, params: PyTree = None, *, error: PyTree = None, **_: object
-    ) -> tuple[PyTree, PyTree]:
-        moves = _bounded_steps(traces, learning_rate, state.count, kappa, error)
-        return moves, optax.ScaleByScheduleState(state.count + 1)
-
-    return optax.GradientTransformationExtraArgs(init, update)
+    return _bounded(learning_rate, kappa, None, 0.0)
 
 
 def adaptive_obgd(
@@ -93,33 +81,35 @@ def adaptive_obgd(
         >>> [round(float(u), 3) for u in updates]
         [-0.1, 0.1]
     """
+    return _bounded(learning_rate, kappa, beta2, eps)
+
+
+def _bounded(
+    learning_rate: Rate, kappa: float, beta2: float | None, eps: float
+) -> optax.GradientTransformationExtraArgs:
+    """Return the transformation, with `z / sqrt(v + eps)` in place of `z` unless `beta2` is None."""
     import optax
 
-    def init(params: PyTree) -> SecondMoments:
-        return SecondMoments(jnp.zeros([], jnp.int32), jax.tree.map(lambda w: jnp.zeros_like(abs(w)), params))
+    def init(params: PyTree) -> State:
+        zeros = lambda: jax.tree.map(lambda w: jnp.zeros_like(abs(w)), params)
+        return State(jnp.zeros([], jnp.int32), None if beta2 is None else zeros())
 
     def update(
-        traces: PyTree, state: SecondMoments, params: PyTree = None, *, error: PyTree = None, **_: object
-    ) -> tuple[PyTree, SecondMoments]:
-        count = state.count + 1
+        traces: PyTree, state: State, params: PyTree = None, *, error: PyTree = None, **_: object
+    ) -> tuple[PyTree, State]:
+        count, moments = state.count + 1, state.moments
         size = 1.0 if error is None else jnp.abs(error)
-        average = lambda v, z: beta2 * v + (1 - beta2) * (size * abs(z)) ** 2
-        moments = jax.tree.map(average, state.moments, traces)
-        scaled = jax.tree.map(lambda z, v: z / jnp.sqrt(v / (1 - beta2**count) + eps), traces, moments)
-        moves = _bounded_steps(scaled, learning_rate, state.count, kappa, error)
-        return moves, SecondMoments(count, moments)
+        if beta2 is not None:
+            average = lambda v, z: beta2 * v + (1 - beta2) * (size * abs(z)) ** 2
+            moments = jax.tree.map(average, moments, traces)
+            traces = jax.tree.map(lambda z, v: z / jnp.sqrt(v / (1 - beta2**count) + eps), traces, moments)
+        rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
+        norm = sum(jnp.sum(abs(z)) for z in jax.tree.leaves(traces))
+        bound = rate * kappa * jnp.maximum(size, 1) * norm
+        step = rate / jnp.maximum(bound, 1) * (-1.0 if error is None else error)
+        return jax.tree.map(lambda z: (step * z).astype(z.dtype), traces), State(count, moments)
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _bounded_steps(traces: PyTree, learning_rate: Rate, count: Array, kappa: float, error: PyTree) -> PyTree:
-    """Return steps along `error * traces`, or against `traces` without an error, that do not overshoot."""
-    rate = learning_rate(count) if callable(learning_rate) else learning_rate
-    norm = sum(jnp.sum(abs(z)) for z in jax.tree.leaves(traces))
-    error = -1.0 if error is None else error
-    bound = rate * kappa * jnp.maximum(jnp.abs(error), 1) * norm
-    step = rate / jnp.maximum(bound, 1) * error
-    return jax.tree.map(lambda z: (step * z).astype(z.dtype), traces)
 
 
 OWN = {"obgd": obgd, "adaptive_obgd": adaptive_obgd}

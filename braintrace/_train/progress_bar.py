@@ -11,6 +11,7 @@ from typing import Self
 import jax
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Column
 from rich.text import Text
 
 from .._report.tables import show_bytes
@@ -19,7 +20,6 @@ from .result import FitResult, Row, scores_of
 
 LINE_EVERY = 10.0  # seconds between lines, without a terminal
 CURVE_EVERY = 1.0  # seconds between drawings of the live curve
-BAR = 12 + 1 + 7 + 4  # characters of the bar, the slash, the time, and the gaps between
 
 
 class Bar(Progress):
@@ -29,9 +29,12 @@ class Bar(Progress):
 
     def __init__(self, total: int | None, enabled: bool, now: str, *, stderr: bool = False) -> None:
         console = Console(quiet=not enabled, highlight=False, stderr=stderr)
-        columns = BarColumn(12), MofNCompleteColumn(), TextColumn("{task.fields[now]}"), TimeRemainingColumn()
+        text = TextColumn(
+            "{task.fields[now]}", table_column=Column(ratio=1, no_wrap=True)
+        )  # cut, if too long
+        columns = BarColumn(12), MofNCompleteColumn(), text, TimeRemainingColumn()
         self.shown = enabled and console.is_terminal
-        super().__init__(*columns, console=console, transient=True, disable=not self.shown)
+        super().__init__(*columns, console=console, transient=True, expand=True, disable=not self.shown)
         self._task = self.add_task("", total=total, now=now)
         self._last_line = time.monotonic()
 
@@ -80,7 +83,7 @@ class Watch:
         if self._warm:  # the first batch compiles
             self._times.append((seconds, steps))
         self._warm = True
-        status = self._status(row)
+        status = "  ".join([*_show_scores(row), *self._speed()])
         self._bar.move(int(row["batch"]), status, f"{self._place(row)}  {status}")
         if self._bar.shown and self._stream and time.monotonic() - self._last_curve >= CURVE_EVERY:
             self._last_curve = time.monotonic()
@@ -88,21 +91,12 @@ class Watch:
                 self._bar.drawing = draw_text(lines, "loss")
 
     def evaluated(self, row: Row) -> None:
-        scores = "  ".join(_show_scores(row))
-        self.say(f"{self._place(row)}  evaluation: {scores}  {'  '.join(self._speed())}".rstrip())
+        scores = "  ".join([*_show_scores(row), *self._speed()])
+        self.say(f"{self._place(row)}  evaluation: {scores}")
 
     def _place(self, row: Row) -> str:
         of = f"/{self._total}" if self._total else ""
         return f"batch {row['batch']:>{len(str(self._total or 99999))}}{of}"
-
-    def _status(self, row: Row) -> str:
-        """Return scores, speed and memory, as many as fit next to the bar."""
-        parts = [*_show_scores(row), *self._speed()]
-        if self._bar.shown:
-            room = self._bar.console.width - BAR - 2 * len(str(self._total))
-            while len("  ".join(parts)) > room and len(parts) > 1:
-                parts.pop()
-        return "  ".join(parts)
 
     def _speed(self) -> list[str]:
         if not self._times:

@@ -57,33 +57,28 @@ def write_report(
     """
     aim = None if target is None else Target(*target)
     targets = {aim.metric: aim.value} if aim else {}
-    curves = [draw_curves(runs, [metric], targets).to_svg(in_page=True) for metric in names_of(runs)]
-    parts = [
-        tag("div", *(_card(i, n, r, aim) for i, (n, r) in enumerate(runs.items())), class_="row"),
-        tag("h2", "Learning curves"),
-        tag("div", *map(card, curves), class_="row"),
-    ]
+    cards = (_card(i, name, run, aim) for i, (name, run) in enumerate(runs.items()))
+    curves = (draw_curves(runs, [metric], targets).to_svg(in_page=True) for metric in names_of(runs))
+    parts = [tag("div", *cards, class_="row"), tag("h2", "Learning curves")]
+    parts.append(tag("div", *(tag("div", curve, class_="card") for curve in curves), class_="row"))
     if memory is not None:
-        parts += [tag("h2", "Memory and work"), card(Markup(memory._repr_html_()))]
-    parts += [
-        tag("h2", "How each parameter is learned"),
-        card(Markup(learner.report._repr_html_()), "card frame"),
-    ]
+        parts.append(section("Memory and work", memory._repr_html_()))
+    parts.append(section("How each parameter is learned", learner.report._repr_html_(), "card frame"))
     if settings:
-        known = {k: v for k, v in settings.items() if v is not None}
-        items = (tag("div", tag("dt", k), tag("dd", v)) for k, v in known.items())
-        parts += [tag("h2", "Settings"), card(tag("dl", *items))]
-    return write_page(path, title, subtitle, parts)
+        known = ((k, v) for k, v in settings.items() if v is not None)
+        items = (tag("div", tag("dt", k), tag("dd", v)) for k, v in known)
+        parts.append(section("Settings", tag("dl", *items)))
+    return write_page(path, title, subtitle, *parts)
 
 
-def write_page(path: str | Path, title: str, subtitle: str, parts: list[Markup]) -> Path:
+def write_page(path: str | Path, title: str, subtitle: str, *parts: Markup) -> Path:
     """Write a page of these parts, and return its path."""
     texts = {"title": join(title), "subtitle": join(subtitle), "body": join(*parts)}
     return write(path, fill(Path(__file__).with_name("report_page.html"), **texts))
 
 
-def card(inner: Markup, kind: str = "card") -> Markup:
-    return tag("div", inner, class_=kind)
+def section(title: str, html: str, kind: str = "card") -> Markup:
+    return join(tag("h2", title), tag("div", Markup(html), class_=kind))
 
 
 def _card(number: int, name: str, run: FitResult, target: Target | None) -> Markup:
@@ -100,8 +95,8 @@ def _card(number: int, name: str, run: FitResult, target: Target | None) -> Mark
         said = [tag("span", words, class_="good" if ok else "bad"), BREAK]
     seconds = run.history[-1]["seconds"] - run.compile_seconds if run.history else 0.0
     rate = f"{1e3 * seconds / (run.batches - 1):.1f} ms a batch" if run.batches > 1 else ""
-    costs = f"{run.batches} batches, {seconds:.1f} s of training ({rate}), first batch "
-    costs += f"{run.compile_seconds:.1f} s (compiling)"
+    compiling = f"first batch {run.compile_seconds:.1f} s (compiling)"
+    costs = f"{run.batches} batches, {seconds:.1f} s of training ({rate}), {compiling}"
     shown = [tag("div", name), tag("b", f"{score:.4g}"), " ", soft(metric.replace("_", " ")), BREAK]
     style = f"--color: {COLORS[number % len(COLORS)]}"
     return tag("div", *shown, *said, soft(costs), class_="card run", style=style)

@@ -90,18 +90,14 @@ def _stack_column(column: tuple[PyTree, ...]) -> PyTree:
 
 def _cut(blocks: Iterator[PyTree], at: int, start: int, stop: int | None, batched: bool) -> Iterator[Batch]:
     """Yield the part from `start` to `stop` of blocks, the first of which begins at step `at`."""
-    for given in blocks:
+    while stop is None or at < stop:
+        if (given := next(blocks, None)) is None:
+            return
         block = check_batch(given, batched)
-        first, last = at, at + steps_of(block.xs)
-        at = last
-        if last <= start:
-            continue
-        if stop is not None and first >= stop:
-            return
-        part = slice(max(start - first, 0), last - first if stop is None else min(last, stop) - first)
-        yield jax.tree.map(itemgetter(part), block)
-        if stop is not None and last >= stop:
-            return
+        part = slice(max(start - at, 0), None if stop is None else stop - at)
+        at += steps_of(block.xs)
+        if at > start:
+            yield jax.tree.map(itemgetter(part), block)
 
 
 @dataclass

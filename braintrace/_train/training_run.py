@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import signal
 import threading
@@ -46,9 +47,8 @@ class Run:
         self.result = FitResult()
         self.log = Log(None, 0)
         self.watch = Watch(None, False)
-        self.interrupt = Interrupt(print)
-        self._trained = (0, 0)  # epoch and index after the last batch that was learned from
-        self._trained_size: int | None = None  # the number of its sequences
+        self.interrupt = threading.Event()
+        self._trained: Notes = {}  # epoch and index after the last batch that was learned from, and its size
         self._left: Iterator[Batch] | None = None  # the remaining batches of the epoch
 
     def go(self) -> FitResult:
@@ -62,7 +62,7 @@ class Run:
                 self.log = Log(self.options["metrics_file"] if shows else None, self.batch)
                 live = self.result if self.stream is not None else None
                 watch = Watch(self._total(), shows and self.options["progress"], live)
-                with watch as self.watch, Interrupt(self.watch.say) as self.interrupt:
+                with watch as self.watch, interruptible(self.watch.say) as self.interrupt:
                     self._train_all()
         finally:
             self.log.close()
@@ -104,20 +104,19 @@ class Run:
                 f"{type(self.engine.learner).__name__}. Resume with the same rule, or start a new run."
             )
         self.epoch, self.index, self.batch = notes["epoch"], notes["index"], number
-        self._trained, self.seconds = (self.epoch, self.index), notes["seconds"]
+        self.seconds = notes["seconds"]
         if self.stream is not None:
             self.step, averages = notes["step"], notes["averages"]
             self.averages = Averages(self.stream.average, averages["totals"], averages["weights"])
-            self._left = self.stream.read(self.step, self.max_steps, self.engine.batched)
-            first = last = next(self._left, None)
-            self._left = None if first is None else itertools.chain([first], self._left)
-            if first is None:  # nothing is left to learn, and states have shapes only by a batch
-                first = last = next(self.stream.read(0, 1, self.engine.batched), None)
-        else:
-            self._left = self._read()
-            first = last = next(self._left, None)
+        self._left = self._read()
+        first = last = next(self._left, None)
+        if self.stream is None:
             for _ in range(self.index - 1):
                 last = next(self._left, None)
+        elif first is not None:
+            self._left = itertools.chain([first], self._left)
+        else:  # nothing is left to learn, and states have shapes only by a batch
+            first = last = next(self.stream.read(0, 1, self.engine.batched), None)
         if first is None or last is None:
             raise ValueError(
                 f"The checkpoint {where} was made after batch {self.index} of epoch {self.epoch}, but "
@@ -203,7 +202,7 @@ class Run:
         )
 
     def _is_over(self) -> bool:
-        layout, asked = self.engine.layout, self.interrupt.asked
+        layout, asked = self.engine.layout, self.interrupt.is_set()
         self.result.interrupted = asked if layout is None else layout.any_asks(asked)
         limits = (self.epoch, self.epochs), (self.batch, self.max_batches), (self.step, self.max_steps)
         done = any(most is not None and now >= most for now, most in limits)
@@ -228,7 +227,7 @@ class Run:
         self.seconds += passed
         self.batch, self.index, steps = self.batch + 1, self.index + 1, steps_of(batch.xs)
         self.step += steps
-        self._trained, self._trained_size = (self.epoch, self.index), self._size(batch)
+        self._trained = {"epoch": self.epoch, "index": self.index, "batch_size": self._size(batch)}
         losses, bad, weight = (found.pop(k, None) for k in ("losses", "bad", "weight"))
         row = self._row(found)
         self._stop_if_diverged(losses, bad, batch)
@@ -252,16 +251,15 @@ class Run:
     def _stop_if_diverged(self, losses: PyTree, bad: PyTree, batch: Batch) -> None:
         if bad is None:
             return
-        steps = np.flatnonzero(bad.any(1) | ~np.isfinite(losses))
+        lost = ~np.isfinite(losses)
+        steps = np.flatnonzero(bad.any(1) | lost)
         if not len(steps):
             return
-        names = np.array(list(self.engine.named_parameters()))
-        lost = np.flatnonzero(~np.isfinite(losses))
-        step = int((*lost, *steps)[0])
-        parameters = [str(n) for n in names[bad[steps[0]]]]
-        where = self.batch, self.epoch, step
+        step = int((*np.flatnonzero(lost), *steps)[0])
+        names = list(itertools.compress(self.engine.named_parameters(), bad[steps[0]]))
         cause = not_finite(*sequence_of(*batch[:3]).arrays)
-        raise DivergedError(*where, parameters, float(losses[step]), self.result, cause)
+        where = self.batch, self.epoch, step
+        raise DivergedError(*where, names, float(losses[step]), self.result, cause)
 
     @property
     def _evaluates(self) -> bool:
@@ -273,11 +271,12 @@ class Run:
         if not self._evaluates or (done and done[-1]["batch"] == self.batch) or not self.batch:
             return
         if self.eval_batches is not None:
-            row = self._row(self._scores_of(self.eval_batches))
-        elif self.averages is None or not (values := self.averages.values):
-            return
+            scores = self._scores_of(self.eval_batches)
         else:
-            row = self._row(values)
+            scores = self.averages.values if self.averages else {}
+        if not scores:
+            return
+        row = self._row(scores)
         done.append(row)
         self.log.write("eval", row)
         self.watch.evaluated(row)
@@ -305,47 +304,38 @@ class Run:
         for name in ("history", "evaluations"):
             if rows := getattr(self.result, name):
                 arrays[name] = to_columns(rows)
-        epoch, index = self._trained
         notes = {
             "learner": type(self.engine.learner).__name__,
-            "epoch": epoch,
-            "index": index,
-            "batch_size": self._trained_size,
+            **self._trained,
             "seconds": self.seconds,
             "reached": self.result.reached,
             "settings": self._settings,
         }
         if self.averages is not None:
-            notes |= {"step": self.step}
-            notes |= {"averages": {"totals": self.averages.totals, "weights": self.averages.weights}}
+            averages = {"totals": self.averages.totals, "weights": self.averages.weights}
+            notes |= {"step": self.step, "averages": averages}
         self.result.checkpoint = self.checkpoints.save(self.batch, arrays, notes)
 
 
-Handler = Callable[[int, FrameType | None], object] | int | None
-
-
-class Interrupt:
-    """Turns the first Ctrl-C or SIGTERM into a request to stop after the current batch.
+@contextlib.contextmanager
+def interruptible(say: Callable[[str], None]) -> Iterator[threading.Event]:
+    """Turn the first Ctrl-C or SIGTERM into an event, which asks the run to stop after the current batch.
 
     A cluster sends SIGTERM when time is up; the handler of JAX, in a run of several processes, ignores it.
     """
+    asked = threading.Event()
 
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self.asked = False
-        self._say = say
-        self._before: dict[signal.Signals, Handler] = {}
-
-    def __enter__(self) -> Interrupt:
-        if threading.current_thread() is threading.main_thread():
-            self._before = {n: signal.signal(n, self._ask) for n in (signal.SIGINT, signal.SIGTERM)}
-        return self
-
-    def _ask(self, number: int, frame: FrameType | None) -> None:
-        if self.asked:
+    def ask(number: int, frame: FrameType | None) -> None:
+        if asked.is_set():
             raise KeyboardInterrupt
-        self.asked = True
-        self._say("Stopping after this batch; press Ctrl-C again to stop at once.")
+        asked.set()
+        say("Stopping after this batch; press Ctrl-C again to stop at once.")
 
-    def __exit__(self, *error: object) -> None:
-        for number, before in self._before.items():
-            signal.signal(number, before)
+    signals = (signal.SIGINT, signal.SIGTERM)
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    before = {number: signal.signal(number, ask) for number in signals if in_main_thread}
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
