@@ -20,7 +20,7 @@ import pytest
 from braintrace import tasks
 from braintrace._cli import main
 from braintrace._cli.options import CELLS, RULES
-from braintrace._train.lock import locked
+from braintrace._train.checkpoint import locked
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parent.parent

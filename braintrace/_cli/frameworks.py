@@ -55,13 +55,18 @@ def call(make: Function, given: Namespace | None, args: Sequence[object] = (), *
     return make(*args, **kwargs)
 
 
-def is_made(found: object) -> bool:
+def is_model(found: object) -> bool:
     """Return whether this is a model, not a function that makes one."""
-    return _of(found, "flax.nnx", "flax.linen", "equinox") or _is_triple(found) or _is_haiku(found)
+    is_module = is_brainstate(found) or _of(found, "flax.nnx", "flax.linen", "equinox")
+    return is_module or _is_triple(found) or _is_haiku(found)
+
+
+def is_brainstate(found: object) -> bool:
+    return _of(found, "brainstate.nn")
 
 
 def read(model: UserModel, params: PyTree, carry: PyTree, inputs: list[PyTree], given: Namespace) -> Model:
-    """Return the learner of a model (see `is_made`), or of a step function with its parameters and carry."""
+    """Return the learner of a model (see `is_model`), or of a step function with its parameters and carry."""
     import brainstate
     import jax
     import jax.numpy as jnp
@@ -70,7 +75,7 @@ def read(model: UserModel, params: PyTree, carry: PyTree, inputs: list[PyTree], 
 
     x = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), inputs[0] if len(inputs) == 1 else tuple(inputs))
     key = jax.random.key(given.seed)
-    if isinstance(model, brainstate.nn.Module):
+    if is_brainstate(model):
         size = {"batch_size": given.batch_size} if given.batch_size else {}
         brainstate.nn.init_all_states(model, **size)
         with brainstate.environ.context(fit=True):  # as in training, with dropout

@@ -115,23 +115,18 @@ def find(spec: str, given: Namespace | None = None) -> Function:
         spec: The name of the model.
         given: All options; without them, only modules of brainstate are accepted.
     """
-    import brainstate
-
     if _is_nir(spec):
         return lambda: _load_nir(spec)
     found, args, kwargs = _look_up(spec)
-
-    def is_made(model: object) -> bool:
-        return isinstance(model, brainstate.nn.Module) or (given is not None and frameworks.is_made(model))
-
-    if not callable(found) and not is_made(found):
-        raise UsageError(f"`{spec}` is neither a model nor something that makes one, but {type(found)}.")
+    is_model = frameworks.is_model if given else frameworks.is_brainstate
     is_step = given is not None and given.params is not None
+    if not callable(found) and not is_model(found):
+        raise UsageError(f"`{spec}` is neither a model nor something that makes one, but {type(found)}.")
     if given is not None and is_step and given.carry is None:
         raise UsageError("A step function needs both --params and --carry.")
 
     def make() -> Model:
-        if is_made(found) or is_step:
+        if is_model(found) or is_step:
             return found
         try:
             model = frameworks.call(found, given, args, **kwargs)
@@ -143,7 +138,7 @@ def find(spec: str, given: Namespace | None = None) -> Function:
                 f"`{spec}` cannot be called to make a model: {error}. Give arguments in the name: {SPEC}. A "
                 f"plain step function {takes}."
             ) from error
-        if not is_made(model):
+        if not is_model(model):
             other = " or another that `--help` names" if given else ""
             raise UsageError(f"`{spec}` made {type(model)}, not a `brainstate.nn.Module`{other}.")
         return model

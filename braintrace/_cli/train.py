@@ -92,7 +92,7 @@ def run(given: Namespace) -> int:
 
 
 def _run(given: Namespace, mesh: Mesh | None) -> int:
-    from .._train.lock import locked
+    from .._train.checkpoint import locked
     from .models import find, time_step
     from .nets import make_net
 

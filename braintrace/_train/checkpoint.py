@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
+import socket
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeGuard
@@ -18,7 +21,6 @@ from .._lines import warn_user
 from .._rules.projection import BASIS
 from .._types import Array, Aval, Options, PyTree
 from .engine import Engine
-from .lock import locked
 from .sharding import Layout
 
 Saved = dict[str, PyTree]  # the leaves of a state, by number
@@ -219,6 +221,37 @@ def _is_sharded(array: object) -> TypeGuard[Array]:
 
 def _is_key(array: PyTree) -> bool:
     return hasattr(array, "dtype") and jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Lock a folder, which is created if it is new; the first process of a run holds the lock.
+
+    The operating system releases the lock when the process ends, even if it is killed. File systems without
+    locks, and Windows, are not protected.
+    """
+    if sys.platform == "win32" or jax.process_index():
+        yield
+        return
+    import fcntl
+
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = folder / ".lock"
+    with lock.open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            owner = f"{folder} is in use by another run ({file.read()})."
+            raise BlockingIOError(f"{owner} Wait until it is over, or choose another folder.") from None
+        except OSError:  # no locks here
+            pass
+        file.truncate(0)
+        print(f"process {os.getpid()} on {socket.gethostname()}", end="", file=file, flush=True)
+        try:
+            yield
+        finally:
+            lock.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

@@ -152,21 +152,21 @@ def draw_text(lines: list[Line], title: str, width: int = 64, height: int = 10) 
     xs = np.concatenate([line.x for line in lines])
     ys = np.concatenate([line.y for line in lines])
     low, high, wide = float(np.nanmin(ys)), float(np.nanmax(ys)), max(float(xs.max()), 1)
-    dots = np.zeros((4 * height, 2 * width), int)
+    dots = np.zeros((height, 4, width, 2), int)
     owner = np.full((height, width), -1)
+    rows = np.arange(4 * height)[:, None]
     for line in lines:
-        column = np.arange(2 * width)
-        y = np.interp(column * wide / (2 * width - 1), line.x, line.y, left=np.nan)
-        before: int | None = None
-        for c in column[np.isfinite(y)]:
-            r = round((4 * height - 1) * (1 - (y[c] - low) / ((high - low) or 1)))
-            last = r if before is None else before
-            # a steep curve has no gaps
-            for row in range(r, last, 1 if last > r else -1) if last != r else [r]:
-                dots[row, c] = 1
-                owner[row // 4, c // 2] = line.number
-            before = r
+        y = np.interp(np.linspace(0, wide, 2 * width), line.x, line.y, left=np.nan)
+        row = np.round((4 * height - 1) * (1 - (y - low) / ((high - low) or 1)))
+        before = np.append(np.nan, row[:-1])
+        before = np.where(np.isfinite(before), before, row)
+        # a steep curve has no gaps: a column goes from its row to the row next to that of the column before
+        drawn = (rows >= np.minimum(row, before + 1)) & (rows <= np.maximum(row, before - 1))
+        drawn = drawn.reshape(dots.shape)
+        dots |= drawn
+        owner[drawn.any((1, 3))] = line.number
     bits = np.array([[0x01, 0x08], [0x02, 0x10], [0x04, 0x20], [0x40, 0x80]])
+    cells = np.einsum("hiwj,ij->hw", dots, bits)
     text = Text(title, style="bold")
     for line in lines:
         text.append("  ──", style=_terminal_color(line.number))
@@ -175,9 +175,8 @@ def draw_text(lines: list[Line], title: str, width: int = 64, height: int = 10) 
         label = f"{high:.3g}" if r == 0 else f"{low:.3g}" if r == height - 1 else ""
         text.append(f"\n{label:>5} ┤", style="not bold dim")
         for c in range(width):
-            cell = int((dots[4 * r : 4 * r + 4, 2 * c : 2 * c + 2] * bits).sum())
             style = _terminal_color(owner[r, c]) if owner[r, c] >= 0 else ""
-            text.append(chr(0x2800 + cell), style=f"not bold {style}".strip())
+            text.append(chr(0x2800 + int(cells[r, c])), style=f"not bold {style}".strip())
     text.append(f"\n      └{'─' * width}", style="not bold dim")
     text.append(f"\n      {'0':<{width // 2}}{f'{wide:g}':>{width - width // 2}}", style="not bold dim")
     return text

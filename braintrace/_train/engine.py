@@ -7,8 +7,9 @@ update, which finds the step and the parameters and leaves the weights as they w
 
 from __future__ import annotations
 
+import inspect
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -19,22 +20,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._compiler.step import show_path
 from .._diagnostics.step_warnings import frozen_parameters
 from .._lines import warn_user
 from .._online.parts import finite_targets
 from .._online.request import split_loss
 from .._online.sequence import Sequence, scan_parts
 from .._report.check import about_zeros, by_name
-from .._types import Array, ArrayLike, Function, NumPyArray, Options, PyTree
+from .._types import Array, ArrayLike, Function, Model, NumPyArray, Options, PyTree
 from .batches import Batch, probable_cause, size_of, steps_of
-from .options import FitOptions
 from .sharding import Layout
-from .unlearned import warn_of_unlearned
 
 if TYPE_CHECKING:
     import optax
 
     from .._learners.stateful import ETraceAlgorithm
+    from .fit import FitOptions
 
 Parameters = dict[str, PyTree]
 Flags = Array | None  # of samples that are reset before a step
@@ -174,7 +175,7 @@ class Engine:
                 raise ValueError(f"{error} {cause}") from error
             raise
         if not self._warned_of_unlearned:
-            warn_of_unlearned(self.step_fn, states, self.learner.model)
+            _warn_of_unlearned(self.step_fn, states, self.learner.model)
             self._warned_of_unlearned = True
         self._batches, self._zero = self._batches + 1, self._zero & found.pop("zero")
         if self._batches == ZERO_FOR and self._zero.any():
@@ -340,6 +341,35 @@ def _warn_of_batch_first(model: brainstate.nn.Module, xs: PyTree) -> None:
             f"The model's states are made for batches of {steps_of(xs)}, and that is the first axis of `xs`, "
             "which is time. If it is the batch, swap the first two axes of `xs` and `ys`."
         )
+
+
+def _warn_of_unlearned(step_fn: Function, used: Iterable[brainstate.State], model: Model) -> None:
+    """Warn of parameters among the states in use that are not the model's."""
+    own = {id(st) for st in model.states().values()}
+    others = [st for st in used if isinstance(st, brainstate.ParamState) and id(st) not in own]
+    if others:
+        names = _names(step_fn)
+        shapes = lambda st: ", ".join(str(jnp.shape(leaf)) for leaf in jax.tree.leaves(st.value))
+        shown = ", ".join(names.get(id(st)) or f"a parameter {shapes(st)}" for st in others)
+        warn_user(
+            f"`step_fn` uses parameters that are no part of `learner.model`, so `fit` does not learn them: "
+            f"{shown}. Call them in the model's `update`, or keep constants in plain arrays."
+        )
+
+
+def _names(step_fn: Function) -> dict[int, str]:
+    """Return the names of parameters in the closure of a function, by identity."""
+    if not inspect.isroutine(step_fn):
+        return {}
+    seen = inspect.getclosurevars(step_fn)
+    found = {}
+    for name, value in {**seen.globals, **seen.nonlocals}.items():
+        if isinstance(value, brainstate.ParamState):
+            found[id(value)] = f"`{name}`"
+        elif isinstance(value, brainstate.nn.Module):
+            for path, st in value.states(brainstate.ParamState).items():
+                found[id(st)] = f"`{show_path((name, *path))}`"
+    return found
 
 
 def _shardings(tree: PyTree) -> PyTree:

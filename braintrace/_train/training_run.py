@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sized
 from functools import cached_property
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -21,11 +22,12 @@ from .._types import Options, PyTree
 from .batches import Batch, Batches, not_finite, read, size_of, steps_of
 from .checkpoint import Arrays, Checkpoints, Notes, collect, restore
 from .engine import Engine, Scores, sequence_of
-from .failures import DivergedError, naming_lost_process
-from .options import FitOptions
 from .progress_bar import Watch
-from .result import FitResult, Log, Row, scores_of, to_columns, to_rows
+from .result import DivergedError, FitResult, Log, Row, naming_lost_process, scores_of, to_columns, to_rows
 from .stream import Averages, Stream
+
+if TYPE_CHECKING:
+    from .fit import FitOptions
 
 
 class Run:
