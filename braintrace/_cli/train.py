@@ -161,18 +161,18 @@ def train(
         fresh.write_text(json.dumps(settings, indent=1) + "\n")
         fresh.replace(out / "config.json")
     # every process draws whole batches, so that the data do not depend on the number of processes
-    own: Function = lambda batch: batch if mesh is None else Layout.of(mesh).own(Batch(*batch))
+    placed: Function = lambda batch: batch if mesh is None else Layout.of(mesh).whole_batch(Batch(*batch))
     every, name = settings["update_every"], task.metric_name.replace(" ", "_")
     result = braintrace.fit(
         learner,
-        lambda epoch: (own(task.batch(seed, epoch * EPOCH + i, size)) for i in range(EPOCH)),
+        lambda epoch: (placed(task.batch(seed, epoch * EPOCH + i, size)) for i in range(EPOCH)),
         _step(learner, task),
         make_optimizer(settings),
         max_batches=settings["batches"],
         update_every=every if every == "sequence" else int(every),
         chunk_size=settings["chunk_size"] or None,
         metrics={name: task.metric},
-        eval_batches=lambda _: map(own, task.batches(seed, min(size, task.test_size), "test")),
+        eval_batches=lambda _: map(placed, task.batches(seed, min(size, task.test_size), "test")),
         eval_every=settings["eval_every"],
         stop_when=(lambda row: task.reached(row[name])) if settings["to_target"] else None,
         checkpoint_dir=out / "checkpoints",

@@ -60,21 +60,9 @@ class Layout:
         """Shard a batch, of which each process has its samples; global arrays stay as they are."""
         return self._batch(batch, batched, self._from_parts)
 
-    def own(self, batch: Batch) -> Batch:
-        """Return this process's samples of a batch that every process has as a whole.
-
-        If the devices cannot have equal parts, the whole batch as global arrays.
-        """
-        size, first = size_of(batch[0]), self.mesh.axis_names[0]
-        if self.processes == 1:
-            return batch
-        if size % self.mesh.shape[first]:
-            return self._batch(batch, True, self._put)
-        parts = NamedSharding(self.mesh, P(first)).addressable_devices_indices_map((size,)).values()
-        rows = sorted({part[0].indices(size)[:2] for part in parts if part is not None})
-        pick = lambda a: np.concatenate([np.asarray(a)[:, i:j] for i, j in rows], 1)
-        own: Batch = jax.tree.map(lambda a: pick(a) if np.ndim(a) > 1 else a, batch)
-        return own
+    def whole_batch(self, batch: Batch) -> Batch:
+        """Shard a batch that every process has as a whole."""
+        return self._batch(batch, True, self._put)
 
     def _batch(self, batch: Batch, batched: bool, put: Callable[[PyTree, P], Array]) -> Batch:
         spec = lambda a: P(None, self.mesh.axis_names[0]) if batched and np.ndim(a) > 1 else P()
@@ -83,18 +71,15 @@ class Layout:
 
     def parameters(self, tree: PyTree) -> PyTree:
         """Shard the columns of parameters along 'model'; parameters on the mesh keep their sharding."""
-        own = lambda a: self._put(a, a.sharding.spec if self._has(a) else self._columns(a))
-        return jax.tree.map(own, tree)
+        return jax.tree.map(lambda a: self._put(a, self._spec(a, self._columns(a))), tree)
 
     def states(self, tree: PyTree, samples: int | None) -> PyTree:
         """Shard states with a batch axis of this size along the first mesh axis, and units along 'model'."""
 
         def one(a: PyTree) -> PyTree:
-            shape = np.shape(a)
-            if self._has(a) or samples is None or not shape or shape[0] != samples:
-                return self.as_before(a, a)
-            first = self.mesh.axis_names[0]
-            return self._put(a, P(first, *self._columns(a)[1:]) if len(shape) > 1 else P(first))
+            has_batch = samples is not None and np.shape(a)[:1] == (samples,)
+            units = self._columns(a)[1:] if np.ndim(a) > 1 else ()
+            return self._put(a, self._spec(a, P(self.mesh.axis_names[0], *units) if has_batch else P()))
 
         return jax.tree.map(one, tree)
 
@@ -112,7 +97,7 @@ class Layout:
 
     def as_before(self, a: PyTree, before: PyTree) -> PyTree:
         """Give an array the sharding of another one, or replicate it if that is not on the mesh."""
-        return self._put(a, before.sharding.spec if self._has(before) else P())
+        return self._put(a, self._spec(before, P()))
 
     def keep(self, tree: PyTree, like: PyTree) -> PyTree:
         """Constrain the shardings of arrays inside a compiled function."""
@@ -131,6 +116,10 @@ class Layout:
         """Return whether an array is on the mesh."""
         found = getattr(a, "sharding", None)
         return isinstance(found, NamedSharding) and np.array_equal(found.mesh.devices, self.mesh.devices)
+
+    def _spec(self, a: PyTree, default: P) -> P:
+        """Return the spec of an array on the mesh, and the default for others."""
+        return a.sharding.spec if self._has(a) else default
 
     def _fitting(self, spec: P, shape: tuple[int, ...]) -> NamedSharding:
         """Return a sharding without mesh axes that do not divide an axis evenly."""
