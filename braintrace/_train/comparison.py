@@ -117,10 +117,7 @@ class Comparison:
     def to_dict(self) -> Options:
         """Return everything as plain data for JSON."""
         best = self.recommended
-        found = {**asdict(self), "recommended": best and best.rule, "recommendation": self.recommendation}
-        for row in found["rows"]:
-            row["losses"] = row["losses"] and [x if math.isfinite(x) else None for x in row["losses"]]
-        return found
+        return {**asdict(self), "recommended": best and best.rule, "recommendation": self.recommendation}
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), indent=1, allow_nan=False) + "\n"
@@ -132,9 +129,7 @@ class Comparison:
         for row in data["rows"]:
             agreement = row["gradient"] and Agreement(**row["gradient"])
             parameters = {k: Agreement(**v) for k, v in row["parameters"].items()}
-            losses = row["losses"] and [math.nan if x is None else x for x in row["losses"]]
-            made = {"gradient": agreement, "parameters": parameters, "losses": losses}
-            rows.append(Compared(**{**row, **made}))
+            rows.append(Compared(**{**row, "gradient": agreement, "parameters": parameters}))
         more = {k: data[k] for k in ("updates", "zero", "random")}
         return Comparison(data["length"], data["device"], rows, **more)
 
