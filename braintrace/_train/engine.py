@@ -41,9 +41,8 @@ Parameters = dict[str, PyTree]
 Flags = Array | None  # of samples that are reset before a step
 Scores = dict[str, PyTree]  # arrays by name
 ZERO_FOR = 3  # batches with a zero gradient before a warning: that of LoRA is zero at the start
-_fitted: weakref.WeakSet[brainstate.nn.Module] = (
-    weakref.WeakSet()
-)  # models whose states were made for a batch of `fit`
+# models whose states were made for a batch of `fit`
+_fitted: weakref.WeakSet[brainstate.nn.Module] = weakref.WeakSet()
 
 
 class Engine:
@@ -66,7 +65,6 @@ class Engine:
         self.reset, self.batched = options["reset"], options["batched"]
         self._shapes: PyTree = None  # of the batch that the states fit
         self._arguments: dict[PyTree, tuple[PyTree, Options]] = {}  # by shapes
-        self._warned_of_unlearned = False
         self._optimizer = optax.with_extra_args_support(optimizer)
         if self.layout is not None:
             for state in self.named_parameters().values():
@@ -174,9 +172,8 @@ class Engine:
             if self.batched and (cause := probable_cause(batch)):
                 raise ValueError(f"{error} {cause}") from error
             raise
-        if not self._warned_of_unlearned:
+        if not self._batches:
             _warn_of_unlearned(self.step_fn, states, self.learner.model)
-            self._warned_of_unlearned = True
         self._batches, self._zero = self._batches + 1, self._zero & found.pop("zero")
         if self._batches == ZERO_FOR and self._zero.any():
             frozen = {".".join(map(str, p)) for p in frozen_parameters(self.learner.graph.module_info)}
