@@ -9,6 +9,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from . import frameworks
 from .models import time_step
 from .options import UsageError, add_command, add_options
 from .rules import learner_of, parse_rule
@@ -33,6 +34,7 @@ examples:
 
 def add_to(commands: Commands) -> None:
     parser = add_command(commands, "bench", "time the rules and BPTT on this machine", ABOUT, run)
+    parser.set_defaults(seed=0)
     sizes = {"inputs": 32, "hidden": 128, "batch_size": 16, "length": 50}
     add_options(parser, "cell inputs hidden batch_size length rules", cell="gru", **sizes)
     parser.add_argument("--suite", action="store_true", help="run the benchmarks of a checkout")
@@ -58,14 +60,13 @@ def run(given: Namespace) -> int:
 def _compare(given: Namespace) -> None:
     """Print a table of gradients, times and memory for one sequence of random data."""
     import brainstate
+    import jax
     import numpy as np
-
-    import braintrace
 
     from ..tasks.task import squared_error
     from .nets import make_net
 
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(given.seed)
     shape = (given.length, given.batch_size, given.inputs)
     spiking = given.cell in ("lif", "alif")
     xs = (rng.random(shape) < 0.1 if spiking else rng.normal(size=shape)).astype(np.float32)
@@ -76,13 +77,9 @@ def _compare(given: Namespace) -> None:
     if given.rules:
         options = {"num_targets": OUTPUTS, "modulator": 1.0}
         rules = [(parse_rule(text, "--rules")[0], learner_of(text, {}, **options)[1]) for text in given.rules]
-    brainstate.random.seed(0)
-    found = braintrace.compare(
-        make_net(given.cell, sizes, given.hidden),
-        xs,
-        ys,
-        lambda net, x, y: squared_error(net(x), y),
-        rules,
-    )
+    brainstate.random.seed(given.seed)
+    net, x = make_net(given.cell, sizes, given.hidden), jax.ShapeDtypeStruct(shape[1:], xs.dtype)
+    model = frameworks.read(net, None, None, [x], given)
+    found = model.learner.compare(squared_error, model.params, model.carry, xs, ys, rules=rules)
     print(f"{given.cell} {given.inputs} -> {given.hidden}, batches of {given.batch_size}")
     found.table.show()

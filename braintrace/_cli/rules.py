@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from .models import parse_call
@@ -53,16 +53,13 @@ def learner_of(text: str, dial: Options, **defaults: Option) -> tuple[type[ETrac
         dial: Values of `--window`, `--rank`, `--basis` and `--across`.
         defaults: Options that are set if the rule has them and they are not typed.
     """
-    from .._learners.rule_choice import NAMES as LEARNERS
-
-    name, options = parse_rule(text)
-    known = inspect.signature(LEARNERS[name].__init__).parameters
+    name, learner, known, options = _read(text)
     for option in options:
         if option not in known:
-            raise UsageError(f"--rule: {name} has no option {option!r}; it has {', '.join([*known][2:])}.")
+            raise UsageError(f"--rule: {name} has no option {option!r}; it has {', '.join([*known][1:])}.")
     more = {k: v for k, v in defaults.items() if k in known and not {k, *REPLACES.get(k, ())} & {*options}}
     for k, p in known.items():
-        if p.default is p.empty and k not in ("self", "model", *options, *more):
+        if p.default is p.empty and k not in ("model", *options, *more):
             raise UsageError(f"--rule: {name} needs an option: '{name}({k}=...)'.")
     chosen = {k: dial[k] for k in DIAL if dial.get(k)}
     for option in chosen:
@@ -70,13 +67,18 @@ def learner_of(text: str, dial: Options, **defaults: Option) -> tuple[type[ETrac
             raise UsageError(f"--{option} is not for --rule {name}; d_rtrl takes it.")
     if chosen.get("rank") or chosen.get("window"):
         chosen = {"vjp_method": "multi-step", "window": 1, **chosen}
-    return LEARNERS[name], {**more, **chosen, **options}
+    return learner, {**more, **chosen, **options}
 
 
 def has_windows(text: str) -> bool:
     """Return whether a rule has windows whose length is not typed."""
+    _, _, known, options = _read(text)
+    return "window" in known and not {"window", "vjp_method"} & {*options}
+
+
+def _read(text: str) -> tuple[str, type[ETraceAlgorithm], Mapping[str, inspect.Parameter], Options]:
+    """Return the name of a rule, its learner class, the options that it has, and those that are typed."""
     from .._learners.rule_choice import NAMES as LEARNERS
 
     name, options = parse_rule(text)
-    known = inspect.signature(LEARNERS[name].__init__).parameters
-    return "window" in known and not {"window", "vjp_method"} & {*options}
+    return name, LEARNERS[name], inspect.signature(LEARNERS[name]).parameters, options

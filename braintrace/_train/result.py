@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-import jax
 import numpy as np
 
 from .._types import ArrayLike, NumPyArray
-
-if TYPE_CHECKING:
-    from .checkpoint import Checkpoints
 
 Row = dict[str, float]
 COUNTS = ("batch", "epoch", "step")  # integer columns; `step` for streams only
@@ -63,6 +56,12 @@ class FitResult:
         else:
             rows = self.history[-max(1, min(100, len(self.history) // 10)) :]
         return {k: float(np.mean([r[k] for r in rows])) for k in scores_of(rows[0] if rows else {})}
+
+    @property
+    def about_checkpoint(self) -> str:
+        """The newest checkpoint, as a sentence without a full stop."""
+        where = self.checkpoint
+        return "There is no checkpoint" if where is None else f"The last good checkpoint is {where}"
 
     def curve(self, name: str = "loss", *, evaluation: bool = False) -> tuple[NumPyArray, NumPyArray]:
         """Return batch numbers and the values of one metric, of training or of the evaluations."""
@@ -152,13 +151,11 @@ class DivergedError(ArithmeticError):
             what = f"The gradient of {shown}{more} is not finite"
         else:
             what = f"The loss is {loss}"
-        saved = "There is no checkpoint"
-        if self.checkpoint is not None:
-            saved = f"The last good checkpoint is {self.checkpoint}"
         advice = "Try a lower learning rate or `optax.chain(optax.clip_by_global_norm(1.0), optimizer)`."
         super().__init__(
             f"{what} at batch {batch} (epoch {epoch}), step {step} of the sequence (loss {loss:g}). "
-            f"The parameters are left as they were before that update. {saved}. {cause or advice}"
+            f"The parameters are left as they were before that update. {result.about_checkpoint}. "
+            f"{cause or advice}"
         )
 
 
@@ -173,20 +170,12 @@ class LostProcessError(RuntimeError):
 _LOST = re.compile(r"gloo|nccl|heartbeat|connection|coordination service|unavailable|deadline", re.IGNORECASE)
 
 
-@contextlib.contextmanager
-def naming_lost_process(processes: int, checkpoints: Checkpoints | None) -> Iterator[None]:
-    """Turn an error of communication into a `LostProcessError`."""
-    try:
-        yield
-    except jax.errors.JaxRuntimeError as error:
-        if processes == 1 or not _LOST.search(str(error)):
-            raise
-        saved = None if checkpoints is None else checkpoints.latest
-        where = "There is no checkpoint"
-        if checkpoints is not None and saved is not None:
-            where = f"The newest checkpoint is {checkpoints.path(saved)}"
-        raise LostProcessError(
-            f"Another of the {processes} processes of this run is gone ({str(error).splitlines()[0]}). "
-            f"{where}. Start all of them again with `resume=True` (`--resume`), on as many devices as are "
-            "left."
-        ) from error
+def lost_process(error: Exception, processes: int, result: FitResult) -> LostProcessError | None:
+    """Return the error to raise for one of communication; None for any other error."""
+    if processes == 1 or not _LOST.search(str(error)):
+        return None
+    return LostProcessError(
+        f"Another of the {processes} processes of this run is gone ({str(error).splitlines()[0]}). "
+        f"{result.about_checkpoint}. Start all of them again with `resume=True` (`--resume`), on as many "
+        "devices as are left."
+    )

@@ -23,7 +23,7 @@ from .batches import Batch, Batches, not_finite, read, size_of, steps_of
 from .checkpoint import Arrays, Checkpoints, Notes, collect, restore
 from .engine import Engine, Scores, sequence_of
 from .progress_bar import Watch
-from .result import DivergedError, FitResult, Log, Row, naming_lost_process, scores_of, to_columns, to_rows
+from .result import DivergedError, FitResult, Log, Row, lost_process, scores_of, to_columns, to_rows
 from .stream import Averages, Stream
 
 if TYPE_CHECKING:
@@ -59,13 +59,16 @@ class Run:
         processes = 1 if layout is None else layout.processes
         shows = processes == 1 or jax.process_index() == 0
         try:
-            with naming_lost_process(processes, checkpoints):
-                self._start(self.options["resume"])
-                self.log = Log(self.options["metrics_file"] if shows else None, self.batch)
-                live = self.result if self.stream is not None else None
-                watch = Watch(self._total(), shows and self.options["progress"], live)
-                with watch as self.watch, interruptible(self.watch.say) as self.interrupt:
-                    self._train_all()
+            self._start(self.options["resume"])
+            self.log = Log(self.options["metrics_file"] if shows else None, self.batch)
+            live = self.result if self.stream is not None else None
+            watch = Watch(self._total(), shows and self.options["progress"], live)
+            with watch as self.watch, interruptible(self.watch.say) as self.interrupt:
+                self._train_all()
+        except jax.errors.JaxRuntimeError as error:
+            if lost := lost_process(error, processes, self.result):
+                raise lost from error
+            raise
         finally:
             self.log.close()
             if checkpoints is not None:
@@ -196,12 +199,8 @@ class Run:
         if self.batch and (most is None or self.step >= most):
             return
         self._save()
-        saved = self.result.checkpoint
-        raise ValueError(
-            f"The stream ended after {self.step} steps"
-            + (f", before `max_steps={most}`. " if most else ". ")
-            + (f"The last good checkpoint is {saved}." if saved else "There is no checkpoint.")
-        )
+        before = f", before `max_steps={most}`" if most else ""
+        raise ValueError(f"The stream ended after {self.step} steps{before}. {self.result.about_checkpoint}.")
 
     def _is_over(self) -> bool:
         layout, asked = self.engine.layout, self.interrupt.is_set()
