@@ -124,19 +124,19 @@ class Pending:
 
     def kept(self, slot: Slot, keep: Array) -> Pending:
         """With the samples reset for which `keep` is False; at least one step has to be pending."""
-        flags = slot.kept(keep)
-        kept = _aligned(slot, jnp.broadcast_to(flags, (1, *self.P.shape[2:])), 1)[None] != 0
-        of_x = jnp.any(kept[0], -1, keepdims=True)
+        ones = jnp.ones((1, *self.P.shape[2:]))[..., None, :]
+        kept = slot.where(keep, ones)[..., 0, :] != 0
+        of_x = jnp.any(kept, -1, keepdims=True)
         return replace(
             self,
-            P=jnp.where(kept, self.P, 0),
-            d=jnp.where(kept, self.d, 0),
+            P=jnp.where(kept[None], self.P, 0),
+            d=jnp.where(kept[None], self.d, 0),
             x=jnp.where(of_x, self.x, 0),  # or a step that was not finite would stay
         )
 
     def contract(self, slot: Slot, g: Array, count: Int[Array, ""], at: Sharding | None) -> Array:
-        """`sum g trace`, with the axes of the weight; `g` is (S, *at)."""
-        g, now = _aligned(slot, slot.covered(g, slot.at, 1), 1), self.known(count)
+        """`sum g trace`, with the axes of the weight; `g` is (S, *varying(at))."""
+        g, now = _aligned(slot, g, 1), self.known(count)
         h = add_up(map(times, g[:, None], now.P))
         dy = add_up(map(times, g[:, None], jnp.moveaxis(now.d, 1, 0))).astype(self.x.dtype)
         given = self.trace, h, self.x, dy

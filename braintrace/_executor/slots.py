@@ -140,13 +140,13 @@ class Slot:
 
     def _narrow(self, q: Array, labels: Labels, lead: int) -> Array:
         """Drop uniform axes and uncovered columns; `labels` are those of the axes after the first `lead`."""
-        q = self.covered(q, labels, lead)
+        q = self._covered(q, labels, lead)
         for axis, label in reversed(list(enumerate(labels))):
             if label in self.uniform:
                 q = jax.lax.index_in_dim(q, 0, lead + axis, keepdims=False)
         return q
 
-    def covered(self, q: Array, labels: Labels, lead: int) -> Array:
+    def _covered(self, q: Array, labels: Labels, lead: int) -> Array:
         """The columns that the trace covers; `labels` are those of the axes after the first `lead`."""
         if self.columns is None:
             return q
@@ -322,7 +322,7 @@ class Slot:
         """
         if self.uniform:
             return self._product(g, trace, parts)
-        g, trace = promoted(_align_states(self.covered(g, self.at, 1), self.at, self.labels), trace)
+        g, trace = promoted(_align_states(self._covered(g, self.at, 1), self.at, self.labels), trace)
         if parts is None:
             return self.uncovered(self._contract(g, trace))
         axis = 1 + self.labels.index(parts.label)
@@ -357,14 +357,9 @@ class Slot:
 
     def where(self, keep: Array, trace: Float[Array, "state ..."]) -> Float[Array, "state ..."]:
         """Reset the trace of the samples (the first hidden axis) for which `keep` is False."""
-        kept = jnp.broadcast_to(
-            _align_states(self.kept(keep), self.varying(self.at), self.labels), trace.shape
-        )
+        kept = self.lift_decay(self._of_samples(keep)[None], self.relation.site.no_inputs, 1)
+        kept = jnp.broadcast_to(_align_states(kept, self.varying(self.at), self.labels), trace.shape)
         return jax.lax.select(kept != 0, trace, jnp.zeros_like(trace))
-
-    def kept(self, keep: Array) -> Float[Array, "1 ..."]:
-        """One at the positions of the trace, `varying(at)`, of the samples that `keep` flags, else zero."""
-        return self.lift_decay(self._of_samples(keep)[None], self.relation.site.no_inputs, 1)
 
     def where_instant(self, keep: Array, J: Array) -> Array:
         """Reset samples of an array shaped as `J`, (S, *positions)."""

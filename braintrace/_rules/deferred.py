@@ -60,7 +60,7 @@ class Deferred(D_RTRL):
         pending, others = _split(slots, values)
         grads = super().gradient_by_device(others, values, signals, local)
         for slot in pending:
-            g = slot.lift(signals[slot.group.index], local.inputs[slot.relation.site.index], 1)
+            g = slot.lift_decay(signals[slot.group.index], local.inputs[slot.relation.site.index], 1)
             add_to(grads, slot, _of(slot, values).contract(slot, g, values[COUNT], local.sharding))
         return grads
 
