@@ -27,7 +27,8 @@ from braintrace import nn
 from braintrace._executor import pending_steps, rows
 from braintrace._frontends.pure import Pure
 from braintrace._report.collectives import bytes_sent, collectives
-from braintrace._rules import deferred, rank
+from braintrace._rules import rank
+from braintrace._rules.deferred import is_pending
 
 from .run import every
 
@@ -438,26 +439,21 @@ def test_a_marked_op_inside_the_model_s_own_shard_map_is_refused():
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("size", [0, 2])
-def test_each_device_runs_the_kernels_on_its_part(size, kind, monkeypatch):
+def test_each_device_runs_the_kernels_on_its_part(size, kind, monkeypatch, pending):
     taken, found = [], []
 
     def noted(kernel: Any) -> Any:
         return lambda *args: taken.append(args) or kernel(*args, interpret=True)
 
     monkeypatch.setattr(rows, "_SHORTEST", 1)
+    monkeypatch.setattr(rank, "_LARGE", 1)
     monkeypatch.setattr(rows, "_advance_plainly", noted(rows.advance))
     monkeypatch.setattr(pending_steps, "_write_plainly", noted(pending_steps.write))
     monkeypatch.setattr(pending_steps, "_read_plainly", noted(pending_steps.read))
-    for name in ("_NARROWEST", "_ROWS", "_COLUMNS"):
-        monkeypatch.setattr(pending_steps, name, 1)
-    for module in (pending_steps, deferred):
-        monkeypatch.setattr(module, "PENDING", 3)
-    for module in (rank, deferred):
-        monkeypatch.setattr(module, "_LARGE", 1)
     with jax.enable_x64(False):
         for on in (False, True):
-            for module in (rank, deferred):
-                monkeypatch.setattr(module, "on_gpu", lambda on=on: on)
+            pending(on)
+            monkeypatch.setattr(rank, "on_gpu", lambda on=on: on)
             given = jax.tree.map(lambda a: a.astype(jnp.float32), gru_on(mesh_of((4, 2), kind)))
             params, carry, xs, ys = given
             net = braintrace.online(gru, params, carry, xs[0], rule=rules.D_RTRL(rank=size))
@@ -467,7 +463,7 @@ def test_each_device_runs_the_kernels_on_its_part(size, kind, monkeypatch):
             )
             rule_step = net.compiled.rule_step
             traces = rule_step.rule.up_to_date(rule_step.executor, traces)
-            found.append((grads, after, {k: a for k, a in traces.items() if "pending" not in k}))
+            found.append((grads, after, {k: a for k, a in traces.items() if not is_pending(k)}))
             assert bool(taken) == on
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), *found)
     same = jax.tree.map(lambda a, b: a.sharding.is_equivalent_to(b.sharding, a.ndim), *found)

@@ -122,6 +122,11 @@ def deferred(rule: Rule, executor: ETraceGraphExecutor) -> Rule:
     return Deferred(**{f.name: getattr(rule, f.name) for f in fields(rule)})
 
 
+def is_pending(name: str) -> bool:
+    """Whether an array of a rule holds pending steps, and has no meaning where traces are up to date."""
+    return name.startswith("pending ")
+
+
 def _split(slots: Sequence[Slot], values: Mapping[str, Any]) -> tuple[list[Slot], list[Slot]]:
     """The slots with pending steps, and the others."""
     pending = [t for t in slots if f"pending P {t.key}" in values]

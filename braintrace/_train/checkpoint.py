@@ -18,6 +18,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from .._lines import warn_user
+from .._rules.deferred import is_pending
 from .._rules.projection import BASIS
 from .._types import Array, Aval, Options, PyTree
 from .engine import Engine
@@ -177,9 +178,11 @@ def _states(engine: Engine) -> dict[str, brainstate.State]:
     """Return the states of a checkpoint: optimiser, random key, and all states that are not reset."""
     learner = engine.learner
     lasting = learner._lasting_values()
-    traces = [st for k, st in learner.traces.items() if k not in lasting]
-    reset = [*learner.hidden_states.values(), *traces, learner.steps]
-    skipped = set(map(id, reset)) if engine.reset else set()
+    traces = learner.etrace_states  # up to date, so that no steps are pending
+    skipped = {id(st) for k, st in traces.items() if is_pending(k)}
+    if engine.reset:
+        reset = [st for k, st in traces.items() if k not in lasting]
+        skipped |= set(map(id, [*learner.hidden_states.values(), *reset, learner.steps]))
     kept = {path: st for path, st in learner.states().items() if id(st) not in skipped}
     return {
         "optimizer": engine.opt_state,

@@ -14,7 +14,7 @@ import pytest
 import braintrace
 from braintrace._compiler.leaky_readouts import followed_by_filters
 from braintrace._executor import pending_steps
-from braintrace._rules import deferred
+from braintrace._rules.deferred import is_pending
 
 from ..oracle import bptt, loss
 from ..run import (
@@ -241,23 +241,6 @@ def test_float32_is_as_near_as_it_can_be(name):
 # -- traces that are written once in several steps -------------------------------------------------
 
 
-@pytest.fixture
-def pending(monkeypatch):
-    """Every trace that fits is written once in three steps, by the kernels of a GPU."""
-    monkeypatch.setattr(pending_steps, "_write_plainly", partial(pending_steps.write, interpret=True))
-    monkeypatch.setattr(pending_steps, "_read_plainly", partial(pending_steps.read, interpret=True))
-    for name in ("_NARROWEST", "_ROWS", "_COLUMNS"):
-        monkeypatch.setattr(pending_steps, name, 1)
-    for module in (pending_steps, deferred):
-        monkeypatch.setattr(module, "PENDING", 3)
-    monkeypatch.setattr(deferred, "_LARGE", 1)
-
-    def switch(on: bool) -> None:
-        monkeypatch.setattr(deferred, "on_gpu", lambda: on)
-
-    return switch
-
-
 ALWAYS_PENDING = ("gru", "cascade", "lstm_fused")
 
 
@@ -278,12 +261,12 @@ def test_traces_that_are_written_once_in_several_steps_are_the_same(name, pendin
             learner = compiled(braintrace.D_RTRL(case.build()), xs[0])
             step = lambda *x, learner=learner: loss(jax.tree.leaves(learner(*x)))
             grads = learner.etrace_grad(*stacked, step_fn=step, chunk_size=1, reduction="sum")
-            traces = {k: st.value for k, st in learner.etrace_states.items() if "pending" not in k}
+            traces = {k: st.value for k, st in learner.etrace_states.items() if not is_pending(k)}
             # a chunk after pending steps, and a loop of the user's
             more = learner.etrace_grad(*stacked, step_fn=step, chunk_size=len(xs), reduction="sum")
             looped = online(braintrace.D_RTRL(case.build()), xs)
             results.append([grads, traces, more, looped])
-        deferred_ones = [k for k in learner.traces if "pending" in k]
+        deferred_ones = [k for k in learner.traces if is_pending(k)]
     for one, other in zip(*results, strict=True):
         assert agree(one, other, 2e-5), difference(one, other)
     assert deferred_ones or name not in ALWAYS_PENDING
@@ -303,7 +286,7 @@ def test_a_reset_of_some_samples_forgets_their_pending_steps(pending):
             carry = jnp.zeros((3, 5))
             net = braintrace.online(step, w, carry, xs[0])
             traces = net.init(w, carry)
-            assert on == any("pending" in k for k in traces)
+            assert on == any(map(is_pending, traces))
             for t, x in enumerate(xs):
                 # of one sample at the first step, of one after some, of one just after the trace was written
                 carry, traces = net.reset(carry, traces, rows=jnp.array([t == 0, t == 2, t == 3]))

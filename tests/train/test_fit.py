@@ -23,6 +23,7 @@ import optax
 import pytest
 
 import braintrace
+from braintrace._rules.deferred import is_pending
 from braintrace._train.result import to_columns, to_rows
 from braintrace.tasks import task as tasks
 
@@ -309,6 +310,27 @@ def test_going_on_without_reset_streams():
     braintrace.fit(once[0], [long], once[1], optax.sgd(0.1), **options)
     braintrace.fit(cut[0], halves, cut[1], optax.sgd(0.1), reset=False, **options)
     same(parameters(once[0]), parameters(cut[0]), rtol=1e-5, atol=1e-6)
+
+
+def test_a_stream_with_pending_steps_goes_on_where_there_are_none(tmp_path, pending):
+    data = [batch(n) for n in range(3)]
+    options = {"reset": False, "update_every": 1, "progress": False}
+
+    def run(batches, **more):
+        brainstate.random.seed(0)
+        learner = braintrace.D_RTRL(braintrace.nn.GRUCell(IN, 2))
+        loss = lambda x, y: jnp.mean((learner(x) - y) ** 2)
+        braintrace.fit(learner, batches, loss, optax.sgd(0.1), **options, **more)
+        return parameters(learner), any(map(is_pending, learner.traces))
+
+    pending(False)
+    whole, _ = run(data)
+    pending(True)
+    _, had_pending = run(data[:2], checkpoint_dir=tmp_path)
+    pending(False)
+    resumed, _ = run(data, checkpoint_dir=tmp_path, resume=True)
+    assert had_pending
+    same(whole, resumed, rtol=1e-4, atol=1e-6)
 
 
 def test_stops_at_what_is_not_finite(tmp_path):
