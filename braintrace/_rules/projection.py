@@ -225,7 +225,7 @@ class Balanced:
         `pulled` are the rows of `S`, pulled back to the window's start.
         """
         _, t = values[BASIS]
-        inner = precise_einsum("qn,nr->qr", t, _operator(values[READ])(t.T))
+        inner = precise_einsum("qn,nr->qr", t, _operators(values[READ][None])[0](t.T))
         pulled = per.replicated(pulled)
         weighed = precise_einsum("qr,brn->bqn", inner, pulled)
         n = pulled.shape[-1]
@@ -260,7 +260,7 @@ def balanced(basis: Rows, reach: Covariance, read: Covariance) -> Rows:
     scale, total = jnp.where(largest == 0, 1, largest), _trace(read)
     least = max(_LEAST, n * float(jnp.finfo(read.dtype).eps))
     level = jnp.where(total > 0, least / n * total / scale[1], 1)  # before any loss, `O` is the identity
-    by_reach, by_read = _operator(reach), _operator(read)
+    by_reach, by_read = _operators(jnp.stack([reach, read]))
     iterated = lambda _, t: _columns(by_reach(by_read(t) / scale[1] + level * t) / scale[0])
     t = jax.lax.fori_loop(0, 2, iterated, basis[1].T)
     read_t = by_read(t)
@@ -300,20 +300,33 @@ def _outer(
     return precise_einsum("...kn,...km->...nm", a, b).astype(like.dtype)
 
 
-def _operator(average: Covariance) -> Callable[[Float[Array, "state rank"]], Float[Array, "state rank"]]:
-    """The product of a covariance with columns.
+def _operators(
+    averages: Float[Array, "several state sketch"],
+) -> list[Callable[[Float[Array, "state rank"]], Float[Array, "state rank"]]]:
+    """The products of covariances with columns.
 
     Of a sketch `C = M Ω` it is the product with the Nyström approximation `C (Ωᵀ C)⁻¹ Cᵀ` of `M`.
     """
-    n, size = average.shape
+    _, n, size = averages.shape
     if size == n:
-        return lambda columns: precise_einsum("nm,mr->nr", average, columns)
-    core = precise_einsum("nm,nk->mk", jnp.asarray(_test_columns(n, size), average.dtype), average)
-    each, vectors = jnp.linalg.eigh((core + core.T) / 2)
-    level = 1e-5 * jnp.trace(core) / size
-    scale = jax.lax.rsqrt(jnp.maximum(each, 0) + jnp.where(level > 0, level, 1))
-    factor = precise_einsum("nm,mk->nk", average, vectors * scale[None])
-    return lambda columns: precise_einsum("nk,kr->nr", factor, precise_einsum("nk,nr->kr", factor, columns))
+        return [partial(precise_einsum, "nm,mr->nr", average) for average in averages]
+    core = precise_einsum("nm,snk->smk", jnp.asarray(_test_columns(n, size), averages.dtype), averages)
+    core = (core + jnp.swapaxes(core, 1, 2)) / 2
+    level = 1e-5 * jnp.trace(core, axis1=1, axis2=2) / size
+    level = jnp.where(level > 0, level, 1)
+    # rounding can make a core indefinite: the least of three levels is taken for which it is not
+    levels = level[:, None] * jnp.asarray([1, 100, 10_000], level.dtype)
+    roots = jnp.linalg.cholesky(core[:, None] + levels[..., None, None] * jnp.eye(size, dtype=core.dtype))
+    least = jnp.argmax(jnp.all(jnp.isfinite(roots), axis=(2, 3)), axis=1)
+    root = jnp.take_along_axis(roots, least[:, None, None, None], 1)[:, 0]
+    factors = jax.lax.linalg.triangular_solve(root, jnp.swapaxes(averages, 1, 2), left_side=True, lower=True)
+    return [partial(_by_factor, factor) for factor in factors]
+
+
+def _by_factor(
+    factor: Float[Array, "sketch state"], columns: Float[Array, "state rank"]
+) -> Float[Array, "state rank"]:
+    return precise_einsum("kn,kr->nr", factor, precise_einsum("kn,nr->kr", factor, columns))
 
 
 def _trace(average: Covariance) -> Any:
