@@ -598,7 +598,7 @@ def test_a_sketch_of_a_low_rank_covariance_is_exact(monkeypatch):
     like = jnp.zeros((n, projection._sketch_size(n, rank)))
     assert like.shape == (n, 64)
     sketch = projection._outer(jnp.asarray(rows), jnp.asarray(rows), like)
-    found = projection._operator(sketch)(jnp.asarray(columns))
+    found = projection._operators(sketch[None])[0](jnp.asarray(columns))
     np.testing.assert_allclose(found, rows.T @ (rows @ columns), rtol=2e-3)
 
 
