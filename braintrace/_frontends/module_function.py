@@ -55,23 +55,20 @@ def read_module(
 def read_states(function: Function) -> tuple[Values, Values]:
     """The parameters and the carry of a module's function, as the module's states are now."""
     params, carry = _split(function.step.states)
-    found = _states_of(function)
+    found = states_of(function)
     values = lambda states: {st.path: found[st.path].value for st in states}
     return values(params), values(carry)
 
 
-def write_states(function: Function, values: Values) -> None:
-    """Assign values, by path, to states of the module."""
-    found = _states_of(function)
-    for path, value in values.items():
-        found[path].value = value
+def by_path(model: brainstate.nn.Module) -> dict[Path, brainstate.State]:
+    """The model's states as they are now."""
+    return {tuple(map(str, path)): st for path, st in model.states().items()}
 
 
-def _states_of(function: Function) -> dict[Path, brainstate.State]:
+def states_of(function: Function) -> dict[Path, brainstate.State]:
     """The states of a module by path: those that it has now, which may be others than were traced."""
-    traced = {st.path: st.handle for st in function.step.states}
-    now = {tuple(map(str, path)): st for path, st in function.step.model.states().items()}
-    return {path: now.get(path, state) for path, state in traced.items()}
+    now = by_path(function.step.model)
+    return {st.path: now.get(st.path, st.handle) for st in function.step.states}
 
 
 def _split(states: Sequence[State]) -> tuple[list[State], list[State]]:

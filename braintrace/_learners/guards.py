@@ -14,10 +14,11 @@ import numpy as np
 from .. import _compat
 from .._compiler.step import show_path
 from .._executor.executor import masks_of_weights
+from .._frontends.module_function import by_path
 from .._lines import warn_user
 from .._online.sequence import is_traced
 from .._types import Array, Leaves, PyTree
-from .model_states import by_path, hidden_of
+from .model_states import hidden_of
 
 if TYPE_CHECKING:
     from .stateful import ETraceAlgorithm
@@ -213,11 +214,9 @@ class WeightChanges:
 
     def compare_consts(self, now: Leaves) -> None:
         """Warn if a weight is computed from another constant than at the last call, or may be."""
-        traced = is_traced(now)
-        before = now if self._consts is None else self._consts
-        self._consts = None if traced else now
-        if traced or not _are_same(before, now):
-            how = "may change" if traced else "has changed"
+        before, self._consts = self._consts, None if is_traced(now) else now
+        if is_traced(now) or (before is not None and not _are_same(before, now)):
+            how = "may change" if is_traced(now) else "has changed"
             self._warn("something that the model closes over", how, "as an argument of the model")
 
     def compare_masks(self, states: Mapping[str, brainstate.State]) -> None:
@@ -225,8 +224,8 @@ class WeightChanges:
         now = [leaf for st in states.values() for leaf in jax.tree.leaves(st.value)]
         if is_traced(now):
             return  # an input of a compiled function: its last value is unknown
-        before, self._masks = self._masks or now, now
-        if not _are_same(before, now):
+        before, self._masks = self._masks, now
+        if before and not _are_same(before, now):
             names = ", ".join(f"`{name}`" for name in states)
             self._warn(f"the state {names}", "has changed", "written by the step")
 

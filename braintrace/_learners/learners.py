@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import ClassVar
 
 from .. import _rules as rules
 from .._executor.trace_recursion import Own, Recursion
@@ -25,11 +24,10 @@ class D_RTRL(OptionsLearner):
     """
 
     takes = (
-        "name vjp_method (fast_solve) trace_dtype (chunked_trace) (control_flow) config key "
+        "name vjp_method fast_solve trace_dtype chunked_trace control_flow config key "
         "max_jacobian_elements * window rank samples basis across mark normalize_matrix_spectrum"
     )
 
-    make_rule = rules.D_RTRL
     factorization = "per_param"
     config_of_rule = ETraceConfig()
 
@@ -54,9 +52,8 @@ class ES_D_RTRL(OptionsLearner):
     Memory is linear in the number of units. `config` takes the place of `decay_or_rank`.
     """
 
-    takes = "decay_or_rank name vjp_method (fast_solve) (control_flow) config key * window mark trace_dtype"
+    takes = "decay_or_rank name vjp_method fast_solve control_flow config key * window mark trace_dtype"
 
-    make_rule = rules.ES_D_RTRL
     factorization = "io_factorized"
 
     @classmethod
@@ -87,7 +84,6 @@ class RTRL(OptionsLearner):
     """
 
     takes = "* mark name"
-    make_rule = rules.RTRL
 
 
 class SnAp(OptionsLearner):
@@ -110,8 +106,8 @@ class SnAp(OptionsLearner):
     """
 
     takes = (
-        "n name vjp_method (fast_solve) max_jacobian_elements * window samples mark trace_dtype "
-        "(chunked_trace) (control_flow) (random_feedback_key)"
+        "n name vjp_method fast_solve max_jacobian_elements * window samples mark trace_dtype "
+        "chunked_trace control_flow random_feedback_key"
     )
 
     @classmethod
@@ -136,10 +132,9 @@ class UORO(OptionsLearner):
     """
 
     takes = (
-        "name vjp_method (fast_solve) (control_flow) key eps (random_feedback_key) "
-        "(snap_max_jacobian_elements) * window samples mark config"
+        "name vjp_method fast_solve control_flow key eps random_feedback_key "
+        "snap_max_jacobian_elements * window samples mark config"
     )
-    defaults: ClassVar = {"key": 42}
 
     @classmethod
     def choose(cls, options: SimpleNamespace) -> Choice:
@@ -152,8 +147,8 @@ class RandomProjectionVjpAlgorithm(UORO):
     """`UORO`, with the position that 0.2.6 has for `config` among its arguments."""
 
     takes = (
-        "name vjp_method (fast_solve) (control_flow) config key eps "
-        "(random_feedback_key) (snap_max_jacobian_elements) * window samples mark"
+        "name vjp_method fast_solve control_flow config key eps "
+        "random_feedback_key snap_max_jacobian_elements * window samples mark"
     )
 
 
@@ -169,8 +164,6 @@ class KF_RTRL(OptionsLearner):
     """
 
     takes = "name vjp_method key eps * window samples mark"
-    defaults: ClassVar = {"key": 42}
-    make_rule = rules.KF_RTRL
 
 
 class BPTT(OptionsLearner):
@@ -185,7 +178,6 @@ class BPTT(OptionsLearner):
     """
 
     takes = "* mark name"
-    make_rule = rules.BPTT
 
 
 ParamDimVjpAlgorithm = D_RTRL

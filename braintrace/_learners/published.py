@@ -31,13 +31,11 @@ class EProp(OptionsLearner):
     """
 
     takes = (
-        "feedback kappa_filter_decay key name vjp_method (fast_solve) trace_dtype "
-        "(chunked_trace) (control_flow) (snap_max_jacobian_elements) * feedback_decay mark "
+        "feedback kappa_filter_decay key name vjp_method fast_solve trace_dtype "
+        "chunked_trace control_flow snap_max_jacobian_elements * feedback_decay mark "
         "normalize_matrix_spectrum"
     )
     example = "feedback='random'"
-
-    make_rule = rules.EProp
 
     @classmethod
     def choose(cls, options: SimpleNamespace) -> Choice:
@@ -57,9 +55,7 @@ class RFLO(OptionsLearner):
     """
 
     takes = "leak feedback key * feedback_decay name mark trace_dtype"
-    defaults: ClassVar = {"leak": None, "feedback": "random"}
     example = "leak=0.9"
-    make_rule = rules.RFLO
 
 
 class OSTLRecurrent(OptionsLearner):
@@ -73,10 +69,9 @@ class OSTLRecurrent(OptionsLearner):
 
     regime = "with-H"
     takes = (
-        "name vjp_method (fast_solve) trace_dtype (chunked_trace) (control_flow) config "
+        "name vjp_method fast_solve trace_dtype chunked_trace control_flow config "
         "key max_jacobian_elements * mark normalize_matrix_spectrum"
     )
-    make_rule = rules.OSTLRecurrent
     factorization = "per_param"
     config_of_rule = ETraceConfig(recurrence_scope="coupled")
 
@@ -90,9 +85,7 @@ class OSTLFeedforward(OptionsLearner):
     """
 
     regime = "without-H"
-    takes = "decay_or_rank name vjp_method (fast_solve) (control_flow) config key * mark trace_dtype"
-    defaults: ClassVar = {"decay_or_rank": None}
-    make_rule = rules.OSTLFeedforward
+    takes = "decay_or_rank name vjp_method fast_solve control_flow config key * mark trace_dtype"
     factorization = "io_factorized"
 
 
@@ -108,7 +101,6 @@ class OTTT(OptionsLearner):
     takes = "mode * leak name vjp_method mark trace_dtype"
     defaults: ClassVar = {"mode": "A"}
     example = "leak=0.9"
-    make_rule = rules.OTTT
     keeps = ("mode",)
     choices: ClassVar = {"mode": ("A", "O")}
 
@@ -127,9 +119,7 @@ class OTPE(OptionsLearner):
     """
 
     takes = "mode * leak name vjp_method trace_clip_abs mark trace_dtype"
-    defaults: ClassVar = {"mode": "full"}
     example = "leak=0.9"
-    make_rule = rules.OTPE
     keeps = ("mode",)
 
 
@@ -145,11 +135,10 @@ class OSTTP(OptionsLearner):
     """
 
     takes = (
-        "B_list target_timing name vjp_method (fast_solve) * num_targets key mark trace_dtype "
+        "B_list target_timing name vjp_method fast_solve * num_targets key mark trace_dtype "
         "normalize_matrix_spectrum"
     )
     example = "num_targets=2"
-    make_rule = rules.OSTTP
     keeps = ("target_timing",)
     choices: ClassVar = {"target_timing": ("per-step", "sequence-end")}
 
@@ -175,7 +164,6 @@ class S_TLLR(OptionsLearner):
 
     takes = "lambda_post lambda_pre alpha_post alpha_pre * name vjp_method mark trace_dtype"
     example = "lambda_post=0.5, lambda_pre=0.5"
-    make_rule = rules.S_TLLR
 
 
 class ThreeFactor(OptionsLearner):
@@ -190,9 +178,8 @@ class ThreeFactor(OptionsLearner):
     """
 
     takes = (
-        "name vjp_method modulator (fast_solve) trace_dtype (chunked_trace) (control_flow) "
-        "(snap_max_jacobian_elements) * mark"
+        "name vjp_method modulator fast_solve trace_dtype chunked_trace control_flow "
+        "snap_max_jacobian_elements * mark"
     )
-    make_rule = rules.ThreeFactor
     keeps = ("modulator",)
     config_of_rule = ETraceConfig(learning_signal="modulatory")

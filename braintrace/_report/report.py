@@ -20,14 +20,43 @@ from .._diagnostics.step_warnings import unused_parameters
 from .._diagnostics.verdict import Exactness
 from .._rules.rank import axis_of_samples
 from .markup import write
+from .pictures import drawing, page, tree
 from .tables import number
 
 if TYPE_CHECKING:
     from .compiled_graph import ETraceGraph
 
 
+class Pictured:
+    """Base class of what is shown as the report on a compiled graph: as text, drawing or page."""
+
+    def _report(self) -> CompilationReport:
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        return self._report().to_str()
+
+    def to_svg(self, path: str | os.PathLike[str] | None = None) -> str:
+        """Return a drawing of the data flow in one step as SVG; write it to `path` if one is given."""
+        return _written(drawing.to_svg(self._report()), path)
+
+    def to_html(self, path: str | os.PathLike[str] | None = None) -> str:
+        """Return a page with the drawing, the verdict, the size of traces and all findings.
+
+        It loads no other file. It is written to `path` if one is given.
+        """
+        return _written(page.to_html(self._report()), path)
+
+    def to_dot(self) -> str:
+        """Return the graph in the DOT language of graphviz."""
+        return drawing.to_dot(self._report())
+
+    def _repr_html_(self) -> str:
+        return page.to_frame(self._report())
+
+
 @dataclass(frozen=True)
-class CompilationReport:
+class CompilationReport(Pictured):
     """How each parameter is learned: hidden groups, weights with a trace, and weights without one and why."""
 
     graph: ETraceGraph
@@ -142,9 +171,6 @@ class CompilationReport:
             **{level.name.lower(): levels[level] for level in DiagnosticLevel},
         }
 
-    def __str__(self) -> str:
-        return self.to_str()
-
     def __repr__(self) -> str:
         model = self.graph.module_info.step.name
         return f"<CompilationReport of {model}: {self.in_short()}; {self.exactness.in_short()}>"
@@ -156,14 +182,15 @@ class CompilationReport:
         online = counts["etrace_weights"] + len(self.ranked_weights)
         return f"{groups}, {online} of {number(params, 'parameter')} learned online"
 
+    def _report(self) -> CompilationReport:
+        return self
+
     def to_str(self, level: int = 1) -> str:
         """Return a tree of groups, operations and parameters as text; from level 2 on, with every finding."""
         from rich.console import Console
 
-        from .pictures.tree import make_tree
-
         text = io.StringIO()
-        Console(file=text, width=_WIDE, color_system=None, force_jupyter=False).print(make_tree(self))
+        Console(file=text, width=_WIDE, color_system=None, force_jupyter=False).print(tree.make_tree(self))
         lines = [line.rstrip() for line in text.getvalue().splitlines()]
         return "\n".join([*lines, *self._details(level)])
 
@@ -174,47 +201,19 @@ class CompilationReport:
         """Print `to_str`, in colour where there is a terminal."""
         from rich.console import Console
 
-        from .pictures.tree import make_tree
-
         console = Console()
         if console.is_terminal or console.is_jupyter:
-            console.print(make_tree(self))
+            console.print(tree.make_tree(self))
             for line in self._details(level):
                 console.print(line, markup=False, highlight=False)
         else:
             print(self.to_str(level))
 
-    def to_svg(self, path: str | os.PathLike[str] | None = None) -> str:
-        """Return a drawing of the data flow in one step as SVG; write it to `path` if one is given."""
-        from .pictures.drawing import to_svg
-
-        return _write(to_svg(self), path)
-
-    def to_html(self, path: str | os.PathLike[str] | None = None) -> str:
-        """Return a page with the drawing, the verdict, the size of traces and all findings.
-
-        It loads no other file. It is written to `path` if one is given.
-        """
-        from .pictures.page import to_html
-
-        return _write(to_html(self), path)
-
-    def to_dot(self) -> str:
-        """Return the graph in the DOT language of graphviz."""
-        from .pictures.drawing import to_dot
-
-        return to_dot(self)
-
-    def _repr_html_(self) -> str:
-        from .pictures.page import to_frame
-
-        return to_frame(self)
-
 
 _WIDE = 160
 
 
-def _write(text: str, path: str | os.PathLike[str] | None) -> str:
+def _written(text: str, path: str | os.PathLike[str] | None) -> str:
     if path is not None:
         write(path, text)
     return text

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import jax.numpy as jnp
 
@@ -24,8 +24,10 @@ from ..._compiler.relation import HiddenParamOpRelation
 from ..._compiler.states_with_memory import remembered
 from ..._compiler.step import Path, show_path
 from ..._types import Aval
-from ..report import CompilationReport
 from .sizes import Sizes, trace_sizes
+
+if TYPE_CHECKING:
+    from ..report import CompilationReport
 
 Kind = Literal["input", "site", "plain", "state", "group", "output"]
 
