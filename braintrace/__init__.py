@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from ._learners.learners import *
     from ._learners.models import *
     from ._learners.online import *
-    from ._learners.published import *
     from ._learners.stateful import *
     from ._learners.trace_states import *
     from ._legacy import *
@@ -61,15 +60,14 @@ _HOMES = {
     "_learners.gradient_check": "check_gradients",
     "_learners.learner": "Learner",
     "_learners.learners": (
-        "BPTT D_RTRL ES_D_RTRL IODimVjpAlgorithm KF_RTRL ParamDimVjpAlgorithm RTRL "
-        "RandomProjectionVjpAlgorithm SnAp UORO pp_prop"
+        "BPTT D_RTRL EProp ES_D_RTRL IODimVjpAlgorithm KF_RTRL OSTLFeedforward OSTLRecurrent OSTTP OTPE OTTT "
+        "ParamDimVjpAlgorithm RFLO RTRL RandomProjectionVjpAlgorithm S_TLLR SnAp ThreeFactor UORO pp_prop"
     ),
+    "_learners.models": "compare plan",
     "_learners.online": "online",
-    "_learners.published": "EProp OSTLFeedforward OSTLRecurrent OSTTP OTPE OTTT RFLO S_TLLR ThreeFactor",
     "_learners.stateful": "ETraceAlgorithm ETraceVjpAlgorithm",
     "_learners.trace_states": "EligibilityTrace",
     "_online.data": "MultiStepData SingleStepData",
-    "_learners.models": "compare plan",
     "_legacy": (
         "ControlFlowPolicy ConvOp ElemWiseOp ElemWiseParam ETraceOp ETraceParam LoraOp MatMulOp NonTempParam "
         "SpMatMulOp"

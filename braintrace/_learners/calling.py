@@ -15,7 +15,7 @@ import brainunit as u
 import jax
 import jax.numpy as jnp
 
-from .._frontends.module_function import states_of
+from .._frontends.modules import states_of
 from .._online.data import MultiStepData, SingleStepData, one_step, time_axes
 from .._online.request import WindowSize, check_window
 from .._online.sequence import NeverCalledError

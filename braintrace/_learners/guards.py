@@ -14,7 +14,7 @@ import numpy as np
 from .. import _compat
 from .._compiler.step import show_path
 from .._executor.executor import masks_of_weights
-from .._frontends.module_function import by_path
+from .._frontends.modules import by_path
 from .._lines import warn_user
 from .._online.sequence import is_traced
 from .._types import Array, Leaves, PyTree

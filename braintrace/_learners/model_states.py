@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from .._compiler import CompilationError
 from .._compiler.step import Path, show_path
-from .._frontends.module_function import by_path, states_of
+from .._frontends.modules import by_path, states_of
 from .._frontends.pure import Pure
 from .._lines import warn_user
 from .._online.sequence import is_traced

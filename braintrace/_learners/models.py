@@ -18,8 +18,7 @@ import jax.numpy as jnp
 
 from .. import _rules
 from .._executor.memory import device_memory
-from .._frontends.module_function import read_module, read_states
-from .._frontends.modules import Mark
+from .._frontends.modules import Mark, read_module, read_states
 from .._online.request import WindowSize, check_chunk_size, split_loss
 from .._online.sequence import NeverCalledError, Sequence
 from .._report.plan import Layout, Plan

@@ -14,11 +14,10 @@ from .._report.plan import PlanRequest, bytes_of
 from .._report.tables import title_of
 from .._rules.rule import Rule
 from .._types import Model, Option, Options, RuleLike
+from . import learners
 from .calling import read_method
 from .dni import DNI
-from .learners import BPTT, D_RTRL, ES_D_RTRL, KF_RTRL, RTRL, UORO, SnAp
 from .options import OptionsLearner
-from .published import OSTTP, OTPE, OTTT, RFLO, S_TLLR, EProp, OSTLFeedforward, OSTLRecurrent, ThreeFactor
 from .stateful import ETraceAlgorithm
 
 if TYPE_CHECKING:
@@ -29,26 +28,26 @@ PLANNED = ("D_RTRL", "ES_D_RTRL", "RTRL", "BPTT")
 RTRL_BYTES = 1 << 25  # the largest traces of RTRL for which it is tried by default
 DIAL = ("window", "rank", "basis", "across")  # the options that `fit`, `plan`, `compare` and commands take
 NAMES: dict[str, type[ETraceAlgorithm]] = {
-    "d_rtrl": D_RTRL,
-    "es_d_rtrl": ES_D_RTRL,
-    "esd_rtrl": ES_D_RTRL,
-    "pp_prop": ES_D_RTRL,
-    "rtrl": RTRL,
-    "eprop": EProp,
-    "e_prop": EProp,
-    "rflo": RFLO,
-    "ostl_recurrent": OSTLRecurrent,
-    "ostl_feedforward": OSTLFeedforward,
-    "ottt": OTTT,
-    "otpe": OTPE,
-    "osttp": OSTTP,
-    "s_tllr": S_TLLR,
-    "three_factor": ThreeFactor,
+    "d_rtrl": learners.D_RTRL,
+    "es_d_rtrl": learners.ES_D_RTRL,
+    "esd_rtrl": learners.ES_D_RTRL,
+    "pp_prop": learners.ES_D_RTRL,
+    "rtrl": learners.RTRL,
+    "eprop": learners.EProp,
+    "e_prop": learners.EProp,
+    "rflo": learners.RFLO,
+    "ostl_recurrent": learners.OSTLRecurrent,
+    "ostl_feedforward": learners.OSTLFeedforward,
+    "ottt": learners.OTTT,
+    "otpe": learners.OTPE,
+    "osttp": learners.OSTTP,
+    "s_tllr": learners.S_TLLR,
+    "three_factor": learners.ThreeFactor,
     "dni": DNI,
-    "bptt": BPTT,
-    "snap": SnAp,
-    "uoro": UORO,
-    "kf_rtrl": KF_RTRL,
+    "bptt": learners.BPTT,
+    "snap": learners.SnAp,
+    "uoro": learners.UORO,
+    "kf_rtrl": learners.KF_RTRL,
 }
 
 
@@ -100,7 +99,7 @@ class RuleChoice:
         """Whether this is back-propagation through time, which gives the exact gradient."""
         if isinstance(self.source, Rule):
             return self.source.back_through_time
-        return issubclass(self.source, BPTT)
+        return issubclass(self.source, learners.BPTT)
 
     def read(self) -> tuple[Rule, WindowSize | None]:
         """The rule as a value, and the steps of its windows, if it takes some."""

@@ -21,7 +21,7 @@ from .. import _meshes
 from .._compiler.step import show_path
 from .._diagnostics.step_warnings import warn_of_paths
 from .._executor.pull_back import is_inexact
-from .._frontends.module_function import by_path
+from .._frontends.modules import by_path
 from .._frontends.pure import Pure, cut, traced_with
 from .._online.choose import choose
 from .._online.data import MultiStepData

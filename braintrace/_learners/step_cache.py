@@ -15,8 +15,7 @@ import jax.numpy as jnp
 from .. import _compat, _meshes
 from .._compiler import CompilationError
 from .._compiler.step import show_path
-from .._frontends.module_function import read_module
-from .._frontends.modules import Mark, traced_again
+from .._frontends.modules import Mark, read_module, traced_again
 from .._online.arguments import as_shape, split_static
 from .._online.request import WindowSize
 from .._rules.rule import Rule, TraceRule
