@@ -48,7 +48,7 @@ class TracedStep:
 
     pure: Pure
     step: UserStep
-    first: dict[int, int]  # of each state, by its identity: its first leaf
+    at: dict[int, list[int]]  # the indices of each state's leaves, by its identity
 
     @staticmethod
     def of(learner: ETraceAlgorithm, function: Function, arrays: PyTree) -> TracedStep:
@@ -56,32 +56,26 @@ class TracedStep:
         slices = jax.tree.map(_meshes.slice_of, arrays)
         strengthen(learner.model)
         pure = traced_with(learner.states().values(), partial(Pure.trace, function), *slices)
-        first: dict[int, int] = {}
+        at: dict[int, list[int]] = {}
         names: list[str] = []
         paths = {id(st): p for p, st in learner.states().items()}
         for state, tree in zip(pure.states, pure.trees, strict=True):
-            first[id(state)] = len(names)
+            at[id(state)] = list(range(len(names), len(names) + tree.num_leaves))
             path = paths.get(id(state))
-            name = show_path(map(str, path)).removeprefix("model.") if path else ""
+            name = show_path(path).removeprefix("model.") if path else ""
             names += [name or f"a {type(state).__name__} outside of the model"] * tree.num_leaves
-        traces = {k: first[id(st)] for k, st in learner.traces.items() if id(st) in first}
+        traces = {k: at[id(st)][0] for k, st in learner.traces.items() if id(st) in at}
         if learner.traces and not traces:  # nor does it, if it calls another learner
             raise NeverCalledError
         found = by_path(learner.model)
         carried: list[int | None] = []
         for e in learner.graph.module_info.carried:
-            at = first.get(id(found.get(e.path, e.state)))
-            carried += [None if at is None else at + n for n in range(len(e.invars))]
-        return TracedStep(pure, UserStep.read(pure.closed, names, traces, carried), first)
+            carried += at.get(id(found.get(e.path, e.state)), [None] * len(e.invars))
+        return TracedStep(pure, UserStep.read(pure.closed, names, traces, carried), at)
 
     def leaves_of(self, states: Mapping[K, brainstate.State]) -> dict[K, list[int]]:
         """The leaves of each state, if the step touches it."""
-        trees = {id(st): t for st, t in zip(self.pure.states, self.pure.trees, strict=True)}
-        return {
-            k: [self.first[id(st)] + n for n in range(trees[id(st)].num_leaves)]
-            for k, st in states.items()
-            if id(st) in self.first
-        }
+        return {k: self.at[id(st)] for k, st in states.items() if id(st) in self.at}
 
     def assign(self, leaves: list[Array]) -> None:
         self.pure.assign(cut(leaves, self.pure.trees))
@@ -228,7 +222,7 @@ def _run(
     else:
         inside = set(map(id, learner.model.states().values()))
         inside |= {id(e.state) for e in learner.graph.module_info.entries}  # used, if not held
-        if unused := [k for k, st in weights.items() if id(st) not in {*inside, *traced.first}]:
+        if unused := [k for k, st in weights.items() if id(st) not in {*inside, *traced.at}]:
             raise ValueError(
                 f"`weights` has {', '.join(map(str, unused))}, which the model does not hold and `step_fn` "
                 "does not use."
