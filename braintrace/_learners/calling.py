@@ -57,7 +57,7 @@ def call(learner: ETraceAlgorithm, args: tuple[PyTree, ...], kwargs: Options) ->
         compiled, consts = learner._cache.with_constants(*one)
         data, stepped = time_axes(args, kwargs)
         hidden = hidden_of(compiled) if learner.traces else {}
-        guards.compare_reads(hidden, is_tracing=learner._is_tracing)
+        guards.reads.before_call(hidden, is_tracing=learner._is_tracing)
         lengths = {a.shape[0] for a, s in zip(data, stepped, strict=True) if s}
         if len(lengths) > 1:
             raise ValueError(f"The arrays of a window differ in their number of steps: {sorted(lengths)}.")
@@ -69,7 +69,7 @@ def call(learner: ETraceAlgorithm, args: tuple[PyTree, ...], kwargs: Options) ->
         leaves = leaves_of(compiled)
         compiled.shard_like(leaves, learner._inputs_of(compiled))
         guards.weights.compare_consts(compiled.rule_step.consts_of_weights(consts))
-        guards.compare_masks(learner)
+        guards.weights.compare_masks(learner)
         window = tuple(stepped) if lengths else None
         signal = _signal(learner, given)
         outs, leaves, traces = compiled(leaves, learner._values(), data, signal, consts, window)

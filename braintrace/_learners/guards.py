@@ -31,8 +31,7 @@ class Guards:
     """The three observers of a learner: of states set, of states read, and of changing weights."""
 
     def __init__(self, model: brainstate.nn.Module) -> None:
-        self.model = model
-        self.reads = StateReads()
+        self.reads = StateReads(model)
         self.weights = WeightChanges(model)
         self._changes: StateChanges | None = None
 
@@ -52,23 +51,6 @@ class Guards:
         """Record the hidden states after a call that has written the step counter before them."""
         if self._changes is not None:
             self._changes.after_call()
-
-    def compare_reads(self, hidden: Hidden, *, is_tracing: bool) -> None:
-        """Warn if the function that is being traced has read a hidden state."""
-        read = self.reads.before_call(hidden)
-        if read and not is_tracing:
-            warn_user(
-                f"{', '.join(f'`{name}`' for name in read)} is read before the learner is called. If the "
-                "loss depends on it, the gradient misses the influence of parameters on it in earlier steps. "
-                "`learner.etrace_grad` includes it; or read the state in the model and return it.",
-                about=self.model,
-            )
-
-    def compare_masks(self, learner: ETraceAlgorithm) -> None:
-        """Warn if a state that a weight is computed from differs from that of the traces so far."""
-        if not learner.rule.back_through_time:
-            found, masks = by_path(learner.model), masks_of_weights(learner.executor)
-            self.weights.compare_masks({show_path(e.path): found.get(e.path, e.state) for e in masks})
 
 
 class StateChanges:
@@ -145,7 +127,8 @@ class StateReads:
     constants, and that part of the gradient is missing: the call of the learner warns of it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, model: brainstate.nn.Module) -> None:
+        self._model = model
         self._noted: dict[str, Tracing] = {}  # and in which tracing
         self._watched: dict[str, int] = {}
         self._called_in: Tracing | None = None
@@ -169,14 +152,23 @@ class StateReads:
         finally:
             self._paused = before
 
-    def before_call(self, states: Hidden) -> list[str]:
-        """The states that were read in the tracing that a call belongs to."""
+    def before_call(self, states: Hidden, *, is_tracing: bool) -> None:
+        """Warn of the states that were read in the tracing that a call belongs to.
+
+        `is_tracing`: it is the learner that traces, which includes them.
+        """
         with self.paused():
             now = {name: _tracing(state.value) for name, state in states.items()}
-        found = [name for name, tracing in now.items() if tracing and self._noted.get(name) == tracing]
+        read = [f"`{name}`" for name, tracing in now.items() if tracing and self._noted.get(name) == tracing]
         self._noted.clear()
         self._called_in = next(filter(None, now.values()), None)
-        return found
+        if read and not is_tracing:
+            warn_user(
+                f"{', '.join(read)} is read before the learner is called. If the "
+                "loss depends on it, the gradient misses the influence of parameters on it in earlier steps. "
+                "`learner.etrace_grad` includes it; or read the state in the model and return it.",
+                about=self._model,
+            )
 
     def has_assigned(self, name: str, tracers: Leaves) -> bool:
         """Whether a state was last given these tracers."""
@@ -219,8 +211,12 @@ class WeightChanges:
             how = "may change" if is_traced(now) else "has changed"
             self._warn("something that the model closes over", how, "as an argument of the model")
 
-    def compare_masks(self, states: Mapping[str, brainstate.State]) -> None:
+    def compare_masks(self, learner: ETraceAlgorithm) -> None:
         """Warn if a state that a weight is computed from has changed since the last call."""
+        if learner.rule.back_through_time:
+            return
+        found, masks = by_path(learner.model), masks_of_weights(learner.executor)
+        states: Hidden = {show_path(e.path): found.get(e.path, e.state) for e in masks}
         now = [leaf for st in states.values() for leaf in jax.tree.leaves(st.value)]
         if is_traced(now):
             return  # an input of a compiled function: its last value is unknown

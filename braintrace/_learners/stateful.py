@@ -381,7 +381,7 @@ class ETraceAlgorithm(brainstate.nn.Module):
             sequence = Sequence.check(sequences, mask, reset, report and (lambda *now: report(*now[:2])))
             request = Request(sequence, has_aux, reduction, loss_output, return_value)
             weights = check_weights(self, self.param_states if weights is None else weights)
-            self._guards.compare_masks(self)
+            self._guards.weights.compare_masks(self)
             task = Task(self, step_fn, request.split, weights, keep=keep_traces)
             grads, (losses, aux) = run(task, sequence, chunk_size)
         return request.result(grads, losses, aux)
@@ -405,7 +405,7 @@ class ETraceAlgorithm(brainstate.nn.Module):
             out = (step_fn or self)(*slices)
             return out if return_outputs else None
 
-        self._guards.compare_masks(self)
+        self._guards.weights.compare_masks(self)
         return run(Task(self, step, alone=step_fn is None), sequence, chunk_size)[1]
 
     def _begin_sequence(self, chunk_size: int | None, keep: bool) -> None:
