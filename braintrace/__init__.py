@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from ._online.data import *
     from ._ops import *
     from ._report.check import *
-    from ._report.compiled_graph import *
     from ._report.plan import *
     from ._report.report import *
     from ._train import *
@@ -80,8 +79,7 @@ _HOMES = {
     "_report.check": "GradientCheck",
     "_diagnostics.records": "CompilationRecord DiagnosticKind DiagnosticLevel",
     "_report.plan": "Plan",
-    "_report.compiled_graph": "ETraceGraph",
-    "_report.report": "CompilationReport",
+    "_report.report": "CompilationReport ETraceGraph",
     "_diagnostics.verdict": "DroppedPath Exactness",
     "_train": (
         "Comparison DivergedError FitResult LostProcessError Stream adaptive_obgd fit obgd "

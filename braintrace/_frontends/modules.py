@@ -34,7 +34,7 @@ from .._diagnostics.records import warn_of
 from .._lines import raising_line
 from .._online.arguments import split_static
 from .._ops.primitive import StateGivenError
-from .._report.compiled_graph import ETraceGraph
+from .._report.report import ETraceGraph
 from .._types import Array, Function, Options, PyTree
 from .functions import Function as PureFunction
 from .functions import Tree

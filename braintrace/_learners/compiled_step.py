@@ -32,8 +32,7 @@ from .._online.programs import Programs
 from .._online.request import WindowSize
 from .._online.rule_step import RuleStep
 from .._online.sequence import Sequence
-from .._report.compiled_graph import ETraceGraph
-from .._report.report import CompilationReport
+from .._report.report import CompilationReport, ETraceGraph
 from .._rules.rule import Rule, TraceRule, Values
 from .._types import Array, Leaves, Option, PyTree
 

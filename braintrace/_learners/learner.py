@@ -21,9 +21,8 @@ from .._online.request import Request, WindowSize, check_chunk_size, check_windo
 from .._online.sequence import Sequence
 from .._online.user_step import UserStep
 from .._report.check import GradientCheck, compare_gradients
-from .._report.compiled_graph import ETraceGraph
 from .._report.plan import Layout, Plan, plan_learner
-from .._report.report import CompilationReport
+from .._report.report import CompilationReport, ETraceGraph
 from .._rules import BPTT
 from .._rules.rule import Rule, Values
 from .._types import ArrayLike, Aval, Key, Leaves, Mesh, Option, PyTree

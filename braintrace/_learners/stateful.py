@@ -22,8 +22,7 @@ from .._online.choose import memory_budget
 from .._online.data import one_step
 from .._online.request import Request, WindowSize, check_chunk_size, check_window
 from .._online.sequence import Sequence
-from .._report.compiled_graph import ETraceGraph
-from .._report.report import CompilationReport
+from .._report.report import CompilationReport, ETraceGraph
 from .._rules.rule import Rule, Values
 from .._types import Array, ArrayLike, Function, Key, Options, PyTree, RuleLike
 from . import pickling

@@ -1,4 +1,4 @@
-"""The report on a compiled model: how each parameter is learned, and which paths the rule truncates."""
+"""The compiled graph and its report: how each parameter is learned, and which paths the rule truncates."""
 
 from __future__ import annotations
 
@@ -7,24 +7,22 @@ import os
 from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 from .._compiler.exactness import BY_STEPS, RuleKind, find_dropped
 from .._compiler.findings import Finding
+from .._compiler.graph import TraceGraph
 from .._compiler.groups import HiddenGroup
 from .._compiler.layers_above import Across
 from .._compiler.reachability import Reachability
 from .._compiler.step import Path
 from .._diagnostics.records import CompilationRecord, DiagnosticKind, DiagnosticLevel, kinds_of
+from .._diagnostics.sentences import Diagnostics
 from .._diagnostics.step_warnings import unused_parameters
 from .._diagnostics.verdict import Exactness
 from .._rules.rank import axis_of_samples
 from .markup import write
 from .pictures import drawing, page, tree
 from .tables import number
-
-if TYPE_CHECKING:
-    from .compiled_graph import ETraceGraph
 
 
 class Pictured:
@@ -53,6 +51,46 @@ class Pictured:
 
     def _repr_html_(self) -> str:
         return page.to_frame(self._report())
+
+
+class ETraceGraph(Pictured, TraceGraph):
+    """The compiled step: groups of hidden states, and the marked ops (sites) that feed them."""
+
+    diagnostics: Diagnostics
+
+    @staticmethod
+    def of(graph: TraceGraph) -> ETraceGraph:
+        """The compiled graph, with its findings in words."""
+        found = Diagnostics(graph.module_info.step, graph.diagnostics.found)
+        return ETraceGraph(*graph._replace(diagnostics=found))
+
+    def __repr__(self) -> str:
+        return f"<ETraceGraph of {self.module_info.step.name}: {self._report().in_short()}>"
+
+    def exactness(self, rule: RuleKind | None = None) -> Exactness:
+        """Whether the gradient of a rule (by default `D_RTRL`) equals that of BPTT, and what it drops."""
+        return self._report(rule).exactness
+
+    def explain(
+        self,
+        *,
+        kind: DiagnosticKind | None = None,
+        weight_path: Path | None = None,
+        hidden_path: Path | None = None,
+    ) -> str | tuple[CompilationRecord, ...]:
+        """The tree of groups, sites and parameters as plain text, or the records of one kind or path."""
+        if kind is None and weight_path is None and hidden_path is None:
+            return str(self)
+        return tuple(
+            r
+            for r in self.diagnostics
+            if kind in (None, r.kind)
+            and weight_path in (None, r.weight_path)
+            and (hidden_path is None or hidden_path in r.hidden_paths)
+        )
+
+    def _report(self, rule: RuleKind | None = None) -> CompilationReport:
+        return CompilationReport(self, rule)
 
 
 @dataclass(frozen=True)
