@@ -136,8 +136,6 @@ def read_rules(rules: Rules) -> list[RuleChoice]:
     else:
         alone = isinstance(rules, str | type | Rule) or not isinstance(rules, Iterable)
         found = [RuleChoice.of(given) for given in ([rules] if alone else rules)]
-    if not found:
-        raise ValueError("There is no rule to compare: `rules` is empty.")
     for i, one in enumerate(found):
         if one.label in [other.label for other in found[:i]]:
             raise ValueError(f"{one.label} is there twice: give labels, `rules={{label: rule}}`.")
@@ -172,6 +170,8 @@ def rules_to_compare(
     `options` of D_RTRL add a row.
     """
     choices = _default_rules(learner, length, min(budget, RTRL_BYTES)) if rules is None else read_rules(rules)
+    if not choices:
+        raise ValueError("There is no rule to compare: `rules` is empty.")
     choices = add_d_rtrl(choices, options)
     first = next((c for c in choices if c.is_bptt), RuleChoice.of("bptt"))
     return [first, *(c for c in choices if c is not first)]
