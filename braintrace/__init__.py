@@ -20,14 +20,22 @@ if TYPE_CHECKING:
     from ._diagnostics.verdict import *
     from ._executor import *
     from ._frontends import *
-    from ._learners import *
-    from ._learners.compare_model import *
-    from ._learners.plan_model import *
+    from ._learners.accumulators import *
+    from ._learners.compile import *
+    from ._learners.config import *
+    from ._learners.dni import *
+    from ._learners.gradient_check import *
+    from ._learners.learner import *
+    from ._learners.learners import *
+    from ._learners.models import *
+    from ._learners.online import *
+    from ._learners.stateful import *
+    from ._learners.trace_states import *
     from ._legacy import *
     from ._loading import *
+    from ._online.data import *
     from ._ops import *
     from ._report.check import *
-    from ._report.compiled_graph import *
     from ._report.plan import *
     from ._report.report import *
     from ._train import *
@@ -44,15 +52,21 @@ _HOMES = {
         "add_hidden_perturbation_in_module compile_etrace_graph extract_module_info "
         "find_hidden_groups_from_module find_hidden_param_op_relations_from_module"
     ),
-    "_learners": (
-        "BPTT D_RTRL DNI ES_D_RTRL KF_RTRL OSTTP OTPE OTTT RFLO RTRL S_TLLR UORO EligibilityTrace EProp "
-        "ETraceAlgorithm ETraceConfig ETraceVjpAlgorithm ETraceVmap FixedRandomFeedback GradExpon "
-        "IODimVjpAlgorithm KappaFilter Learner MultiStepData OSTLFeedforward OSTLRecurrent "
-        "ParamDimVjpAlgorithm PresynapticTrace RandomProjectionVjpAlgorithm SingleStepData SnAp "
-        "SyntheticGradient ThreeFactor check_gradients compile online pp_prop train_synthetic_gradient"
+    "_learners.accumulators": "FixedRandomFeedback GradExpon KappaFilter PresynapticTrace",
+    "_learners.compile": "ETraceVmap compile",
+    "_learners.config": "ETraceConfig",
+    "_learners.dni": "DNI SyntheticGradient train_synthetic_gradient",
+    "_learners.gradient_check": "check_gradients",
+    "_learners.learner": "Learner",
+    "_learners.learners": (
+        "BPTT D_RTRL EProp ES_D_RTRL IODimVjpAlgorithm KF_RTRL OSTLFeedforward OSTLRecurrent OSTTP OTPE OTTT "
+        "ParamDimVjpAlgorithm RFLO RTRL RandomProjectionVjpAlgorithm S_TLLR SnAp ThreeFactor UORO pp_prop"
     ),
-    "_learners.compare_model": "compare",
-    "_learners.plan_model": "plan",
+    "_learners.models": "compare plan",
+    "_learners.online": "online",
+    "_learners.stateful": "ETraceAlgorithm ETraceVjpAlgorithm",
+    "_learners.trace_states": "EligibilityTrace",
+    "_online.data": "MultiStepData SingleStepData",
     "_legacy": (
         "ControlFlowPolicy ConvOp ElemWiseOp ElemWiseParam ETraceOp ETraceParam LoraOp MatMulOp NonTempParam "
         "SpMatMulOp"
@@ -65,8 +79,7 @@ _HOMES = {
     "_report.check": "GradientCheck",
     "_diagnostics.records": "CompilationRecord DiagnosticKind DiagnosticLevel",
     "_report.plan": "Plan",
-    "_report.compiled_graph": "ETraceGraph",
-    "_report.report": "CompilationReport",
+    "_report.report": "CompilationReport ETraceGraph",
     "_diagnostics.verdict": "DroppedPath Exactness",
     "_train": (
         "Comparison DivergedError FitResult LostProcessError Stream adaptive_obgd fit obgd "

@@ -71,7 +71,8 @@ def read(model: UserModel, params: PyTree, carry: PyTree, inputs: list[PyTree], 
     import jax
     import jax.numpy as jnp
 
-    from .._learners.online import learner_of, online
+    from .._learners.models import learner_of
+    from .._learners.online import online
 
     x = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), inputs[0] if len(inputs) == 1 else tuple(inputs))
     key = jax.random.key(given.seed)

@@ -1,4 +1,7 @@
-"""A `brainstate` module as a `Step`."""
+"""A `brainstate` module as a `Step`, and as a pure function `step(params, carry, x) -> (carry, y)`.
+
+`params` and `carry` of that function are dictionaries of the values of the module's states, by path.
+"""
 
 from __future__ import annotations
 
@@ -31,10 +34,13 @@ from .._diagnostics.records import warn_of
 from .._lines import raising_line
 from .._online.arguments import split_static
 from .._ops.primitive import StateGivenError
-from .._report.compiled_graph import ETraceGraph
+from .._report.report import ETraceGraph
 from .._types import Array, Function, Options, PyTree
+from .functions import Function as PureFunction
+from .functions import Tree
 from .pure import traced_with
 
+Values = dict[Path, PyTree]  # by the path of a state
 Mark = Literal["ops", "auto"]
 Rebuild = Callable[[Sequence[Array]], tuple[Sequence[PyTree], Options]]  # from leaves to `(args, kwargs)`
 # the jaxpr of a call, the structure of its output, and the states that it touches
@@ -141,6 +147,64 @@ def add_hidden_perturbation_in_module(
 ) -> HiddenPerturbation:
     """The perturbed step of a model."""
     return add_hidden_perturbation_from_minfo(extract_module_info(model, *args, **kwargs))
+
+
+def read_module(
+    model: brainstate.nn.Module,
+    args: Sequence[PyTree],
+    kwargs: Options | None = None,
+    function: Function | None = None,
+) -> PureFunction:
+    """Trace `model(*args, **kwargs)` as a function of the values of its states.
+
+    Args:
+        model: The module. Its states have shapes as in training; shapes may stand for arrays.
+        args: The arguments of one step. `x` of the function is the only argument, or a tuple of several.
+        kwargs: Arguments by name; with some, `x` is the pair `(args, kwargs)`.
+        function: Called in place of the model, which it may call: a step with its loss, say.
+    """
+    kwargs = kwargs or {}
+    step = step_of(model, args, kwargs, function)
+    x = (tuple(args), kwargs) if kwargs else args[0] if len(args) == 1 else tuple(args)
+    params, carry = _split(step.states)
+    as_array = lambda leaf: leaf if hasattr(leaf, "dtype") else jnp.asarray(leaf)
+    values = lambda states: {st.path: jax.tree.map(as_array, st.handle.value) for st in states}
+    trees = Tree.of("params", values(params)), Tree.of("carry", values(carry)), Tree.of("x", x)
+    by_path = [sorted(some, key=lambda st: st.path) for some in (params, carry)]  # as a pytree is flattened
+    untraced = [
+        not isinstance(st.handle, brainstate.ShortTermState)
+        for st in by_path[1]
+        for _ in range(st.tree.num_leaves)
+    ]
+    positions = [
+        tuple(i for st in some for i, owner in enumerate(step.owners) if owner is st) for some in by_path
+    ]
+    return PureFunction(function or model, step, *trees, tuple(untraced), *positions)
+
+
+def read_states(function: PureFunction) -> tuple[Values, Values]:
+    """The parameters and the carry of a module's function, as the module's states are now."""
+    params, carry = _split(function.step.states)
+    found = states_of(function)
+    values = lambda states: {st.path: found[st.path].value for st in states}
+    return values(params), values(carry)
+
+
+def by_path(model: brainstate.nn.Module) -> dict[Path, brainstate.State]:
+    """The model's states as they are now."""
+    return {tuple(map(str, path)): st for path, st in model.states().items()}
+
+
+def states_of(function: PureFunction) -> dict[Path, brainstate.State]:
+    """The states of a module by path: those that it has now, which may be others than were traced."""
+    now = by_path(function.step.model)
+    return {st.path: now.get(st.path, st.handle) for st in function.step.states}
+
+
+def _split(states: Sequence[State]) -> tuple[list[State], list[State]]:
+    """The parameters, and the other states."""
+    is_param = lambda st: st.role is Role.PARAMETER
+    return [st for st in states if is_param(st)], [st for st in states if not is_param(st)]
 
 
 def _state(path: Path, state: brainstate.State) -> State:

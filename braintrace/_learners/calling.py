@@ -6,25 +6,42 @@ In evaluations and for BPTT, `calling` makes a learner call its model, or anothe
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import brainstate
 import brainunit as u
 import jax
 import jax.numpy as jnp
 
+from .._frontends.modules import states_of
 from .._online.data import MultiStepData, SingleStepData, one_step, time_axes
+from .._online.request import WindowSize, check_window
 from .._online.sequence import NeverCalledError
-from .._rules.rule import Values
+from .._rules.rule import Rule, TraceRule, Values
 from .._types import Array, Function, Options, PyTree
 from .compiled_step import CompiledStep
-from .model_states import hidden_of, leaves_of, states_of
-from .progress import unchanged_on_error
+from .model_states import hidden_of, leaves_of
 
 if TYPE_CHECKING:
     from .stateful import ETraceAlgorithm
+
+VjpMethod = Literal["single-step", "multi-step"]
+
+
+def read_method(rule: Rule, vjp_method: VjpMethod | None, window: WindowSize | None) -> VjpMethod:
+    """Whether a learner with these options takes single steps, or windows."""
+    if vjp_method not in ("single-step", "multi-step", None):
+        raise ValueError(f"`vjp_method` is 'single-step' or 'multi-step', not {vjp_method!r}.")
+    check_window(window)
+    uses_windows = window is not None or (not rule.any_window and rule.always_windows)
+    if uses_windows and vjp_method == "single-step" and (window or isinstance(rule, TraceRule)):
+        raise ValueError(
+            f"{'The low-rank correction is' if window is None else f'Windows of {window} steps are'} "
+            "back-propagated through: leave `vjp_method` out, or pass 'multi-step'."
+        )
+    return vjp_method or ("multi-step" if uses_windows else "single-step")
 
 
 def call(learner: ETraceAlgorithm, args: tuple[PyTree, ...], kwargs: Options) -> PyTree:
@@ -36,11 +53,11 @@ def call(learner: ETraceAlgorithm, args: tuple[PyTree, ...], kwargs: Options) ->
     with guards.reads.paused():
         guards.before_call(learner, keep=True)
         one = one_step(args, kwargs)
-        learner.set_for(*one)
+        _use_compiled(learner, *one)
         compiled, consts = learner._cache.with_constants(*one)
         data, stepped = time_axes(args, kwargs)
         hidden = hidden_of(compiled) if learner.traces else {}
-        guards.compare_reads(hidden, is_tracing=learner._is_tracing)
+        guards.reads.before_call(hidden, is_tracing=learner._is_tracing)
         lengths = {a.shape[0] for a, s in zip(data, stepped, strict=True) if s}
         if len(lengths) > 1:
             raise ValueError(f"The arrays of a window differ in their number of steps: {sorted(lengths)}.")
@@ -52,7 +69,7 @@ def call(learner: ETraceAlgorithm, args: tuple[PyTree, ...], kwargs: Options) ->
         leaves = leaves_of(compiled)
         compiled.shard_like(leaves, learner._inputs_of(compiled))
         guards.weights.compare_consts(compiled.rule_step.consts_of_weights(consts))
-        guards.compare_masks(learner)
+        guards.weights.compare_masks(learner)
         window = tuple(stepped) if lengths else None
         signal = _signal(learner, given)
         outs, leaves, traces = compiled(leaves, learner._values(), data, signal, consts, window)
@@ -60,9 +77,15 @@ def call(learner: ETraceAlgorithm, args: tuple[PyTree, ...], kwargs: Options) ->
         return jax.tree.unflatten(compiled.info.out_tree, outs)
 
 
+def _use_compiled(learner: ETraceAlgorithm, args: tuple[PyTree, ...], kwargs: Options) -> None:
+    """Use the step that was compiled for these arguments and the current states."""
+    if learner._cache.select(args, kwargs, fresh=learner._is_fresh()):
+        learner.init_etrace_state()
+
+
 def _call_without_traces(learner: ETraceAlgorithm, args: tuple[PyTree, ...], kwargs: Options) -> PyTree:
     """Advance the model itself, for BPTT; a rematerialised cell stays one."""
-    learner.set_for(*one_step(args, kwargs))
+    _use_compiled(learner, *one_step(args, kwargs))
     data = jax.tree.leaves((args, kwargs), is_leaf=is_data)
     windows = jax.tree.leaves([a for a in data if isinstance(a, MultiStepData)])
     learner.steps.value = learner.steps.value + (windows[0].shape[0] if windows else 1)
@@ -101,12 +124,25 @@ def _write(
 ) -> None:
     """Store the new values of the carried states, of the traces and the counter."""
     items = iter(leaves)
-    for entry, state in states_of(compiled):
+    states = states_of(compiled.function).values()
+    for entry, state in zip(compiled.info.entries, states, strict=True):
         new = [next(items) for _ in entry.invars]
         if not entry.is_fixed:
             state.value = jax.tree.unflatten(entry.of.tree, new)
     learner._store(traces)
     learner.steps.value = learner.steps.value + steps
+
+
+@contextmanager
+def unchanged_on_error(states: Sequence[brainstate.State]) -> Iterator[None]:
+    """If the body fails or is interrupted, give the states the values they had before it."""
+    before = [(state, state.value) for state in states]
+    try:
+        yield
+    except BaseException:
+        for state, value in before:
+            state.value = value
+        raise
 
 
 @contextmanager

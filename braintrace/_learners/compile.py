@@ -18,7 +18,7 @@ from .._types import Array, ArrayLike, Function, Option, PyTree, Value
 from .config import ETraceConfig
 from .dni import DNI
 from .learners import D_RTRL, ES_D_RTRL, UORO
-from .rule_choice import learner_named
+from .rule_choice import RuleChoice
 from .stateful import ETraceAlgorithm
 
 
@@ -60,21 +60,11 @@ def compile(
         kinds = {"per_param": D_RTRL, "io_factorized": ES_D_RTRL, "random_projection": UORO}
         bootstrapped = algorithm.learning_signal == "bootstrapped"
         algorithm = DNI if bootstrapped else kinds[algorithm.trace_factorization]
-    elif isinstance(algorithm, str):
-        algorithm = learner_named(algorithm)
-    elif isinstance(algorithm, Rule):
-        options["rule"] = algorithm
-        algorithm = ETraceAlgorithm
-    elif not (isinstance(algorithm, type) and issubclass(algorithm, ETraceAlgorithm)):
-        raise TypeError(
-            "`algorithm` is a learner such as `braintrace.D_RTRL`, its name, a rule such as "
-            f"`braintrace.rules.D_RTRL()`, or an `ETraceConfig`, not {algorithm!r}."
-        )
+    learner = RuleChoice.of(algorithm, what="algorithm").make(model, **options)
     if not example_inputs:
         raise ValueError("Give an example of the model's input: an array with the shape of one step.")
     if vmap and batch_size is None:
         raise ValueError("With `vmap=True`, give `batch_size`, the number of samples.")
-    learner = algorithm(model, **options)
 
     def init(*inputs: PyTree) -> None:
         brainstate.nn.init_all_states(model, **({} if vmap else {"batch_size": batch_size}))

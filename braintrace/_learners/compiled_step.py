@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING
 
 import jax
 
@@ -27,20 +26,15 @@ from .._executor.window import where_rows
 from .._frontends.functions import Function
 from .._frontends.modules import Mark
 from .._online.call import bind
-from .._online.choose import choose, memory_budget
 from .._online.drive import Drive
 from .._online.parts import Start
 from .._online.programs import Programs
 from .._online.request import WindowSize
 from .._online.rule_step import RuleStep
 from .._online.sequence import Sequence
-from .._online.user_step import UserStep
-from .._report.compiled_graph import ETraceGraph
+from .._report.report import CompilationReport, ETraceGraph
 from .._rules.rule import Rule, TraceRule, Values
 from .._types import Array, Leaves, Option, PyTree
-
-if TYPE_CHECKING:
-    from .._report.report import CompilationReport
 
 Shape = Callable[[Array], Array]
 
@@ -92,8 +86,6 @@ class CompiledStep:
     @property
     def report(self) -> CompilationReport:
         """How each parameter is learned, and which paths through time the rule truncates."""
-        from .._report.report import CompilationReport
-
         return CompilationReport(self.graph, self.rule_kind)
 
     @cached_property
@@ -188,29 +180,6 @@ class CompiledStep:
 
     # -- sequences ---------------------------------------------------------------------------------
 
-    def drive(
-        self,
-        step: UserStep,
-        sequence: Sequence,
-        *,
-        chunk_size: int | None = None,
-        window: WindowSize | None = None,
-        keep: bool = True,
-        fresh: bool = False,
-        budget: int | None = None,
-    ) -> Drive:
-        """Choose how to run a user's step over a sequence; for the arguments see `choose`."""
-        return choose(
-            self.rule_step,
-            step,
-            sequence,
-            chunk_size=chunk_size,
-            window=window or self.window or 1,
-            keep=keep,
-            fresh=fresh,
-            budget=budget or memory_budget(),
-        )
-
     def run(
         self,
         drive: Drive,
@@ -222,6 +191,7 @@ class CompiledStep:
     ) -> PyTree:
         """Run a drive over a sequence, compiled and cached; `initial` are the values of reset samples."""
         start = Start(list(drive.step.program.consts.values()), leaves, list(initial))
+        drive = replace(drive, reset_traces=self.reset_traces)
         return self.programs.run(Drive.evolve if evolve else Drive.__call__, drive, start, sequence)
 
     # -- resets ------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from typing import cast
 
 from .. import _rules as rules
 from .._executor.trace_recursion import Decay, Leak, Own, Recursion
+from .._online.request import check_choice
 from .._rules.rule import Rule
 from .._rules.signal import PROPAGATED, Feedback, Modulator, Signal, as_key
 from .._rules.snap import MOST
@@ -61,8 +62,7 @@ class ETraceConfig:
         for name, known in _AXES.items():
             value = getattr(self, name)
             for one in value if isinstance(value, tuple) else (value,):
-                if one not in known:
-                    raise ValueError(f"`{name}` is one of {', '.join(map(repr, known))}, not {one!r}.")
+                check_choice(name, one, known)
         if not self.is_factorized:
             self._check_per_param()
         for name, axis, value in (

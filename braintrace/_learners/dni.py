@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from .._compiler import CompilationError
-from .._rules.dni import DNI as DNIRule
+from .._rules import BPTT
+from .._rules import DNI as DNIRule
 from .._rules.signal import Bootstrapped
 from .._types import Array, Function, Leaves, PyTree
 from .compiled_step import CompiledStep
@@ -73,10 +74,11 @@ class DNI(OptionsLearner):
     """
 
     takes = (
-        "synthesizer name vjp_method (fast_solve) (trace_dtype) (chunked_trace) (control_flow) "
-        "(snap_max_jacobian_elements) * window mark config"
+        "synthesizer name vjp_method fast_solve trace_dtype chunked_trace control_flow "
+        "snap_max_jacobian_elements * window mark config"
     )
     defaults: ClassVar = {"vjp_method": "multi-step"}
+    ignores = ("trace_dtype",)
 
     @classmethod
     def choose(cls, options: SimpleNamespace) -> Choice:
@@ -162,11 +164,10 @@ def train_synthetic_gradient(
     for _ in range(epochs):
         if reset:
             learner.reset_model(**({} if batch_size is None else {"batch_size": batch_size}))
-        params, carried = compiled.split(leaves_of(compiled))
-        errors = []
+        leaves, errors = leaves_of(compiled), []
         for i in range(0, steps, chunk_size):
             xs = jax.tree.map(lambda a, i=i: a[i : i + chunk_size], inputs)
-            states, targets, end, carried = window(net.param_values(), params, carried, xs)
+            states, targets, end, leaves = window(net.param_values(), leaves, xs)
             errors.append(improve(states, targets))
         errors.append(improve(end, jax.tree.map(jnp.zeros_like, end)))
         history.append(sum(errors) / len(errors))
@@ -174,44 +175,36 @@ def train_synthetic_gradient(
 
 
 Grouped = dict[int, Array]  # an array for each group of hidden states
-# hidden states at the start of a window, their target, those at its end, and all states
-Window = tuple[Grouped, Grouped, Grouped, PyTree]
+# hidden states at the start of a window, their targets, hidden states at its end, and all states there
+Window = tuple[Grouped, Grouped, Grouped, Leaves]
 
 
 def _window(compiled: CompiledStep, loss: Function) -> Callable[..., Window]:
-    """A function of the synthesizer's values, parameters, states and inputs of a window."""
-    rule_step, executor, info = compiled.rule_step, compiled.rule_step.executor, compiled.rule_step.info
-    consts = list(info.program.consts.values())
-    at = {v: i for i, v in enumerate(a for e in info.carried for a in e.invars)}
+    """A function of the synthesizer's values, and of the states and inputs of a window."""
+    plain, executor, info = compiled.with_rule(BPTT(), None), compiled.rule_step.executor, compiled.info
+    variables = [v for e in info.entries for v in e.invars]
+    at = [variables.index(h.leaf) for h in info.hidden]
 
-    def hidden_of(leaves: Leaves | dict[int, Array]) -> Leaves:
-        return [h.of_leaf(leaves[at[h.leaf]]) for h in info.hidden]
-
-    def grouped(arrays: Leaves) -> Grouped:
-        by_var = {h.outvar: a for h, a in zip(info.hidden, arrays, strict=True)}
+    def grouped(leaves: Leaves | Grouped) -> Grouped:
+        by_var = {h.outvar: h.of_leaf(leaves[i]) for h, i in zip(info.hidden, at, strict=True)}
         groups = executor.graph.hidden_groups
         return {g.index: g.concat_hidden([by_var[v] for v in g.hidden_outvars]) for g in groups}
 
     @jax.jit
-    def window(values: PyTree, params: Leaves, carried: list[Leaves], xs: PyTree) -> Window:
-        flat, tree = jax.tree.flatten(carried)
+    def window(values: PyTree, leaves: Leaves, xs: PyTree) -> Window:
+        def body(leaves: Leaves, x: PyTree) -> tuple[Leaves, Array]:
+            outs, leaves, _ = plain(leaves, {}, jax.tree.leaves(x), {})
+            return leaves, loss(jax.tree.unflatten(info.out_tree, outs))
 
-        def total(hidden: dict[int, Array]) -> tuple[Array, PyTree]:
-            now = [hidden.get(i, a) for i, a in enumerate(flat)]
-
-            def body(carried: PyTree, x: PyTree) -> PyTree:
-                outs, new, _, _ = executor.outputs(params, jax.tree.leaves(x), consts, carried)
-                return new, loss(jax.tree.unflatten(info.out_tree, outs))
-
-            after, losses = jax.lax.scan(body, jax.tree.unflatten(tree, now), xs)
-            end = hidden_of(jax.tree.leaves(after))
-            found = rule_step.rule.signal.at_end(executor, {"synthesizer": values}, end)
-            estimate = sum(jnp.sum(h * s) for h, s in zip(end, found or [], strict=True))
+        def total(hidden: Grouped) -> tuple[Array, Leaves]:
+            after, losses = jax.lax.scan(body, [hidden.get(i, a) for i, a in enumerate(leaves)], xs)
+            end = [h.of_leaf(after[i]) for h, i in zip(info.hidden, at, strict=True)]
+            found = compiled.rule.signal.at_end(executor, {"synthesizer": values}, end) or []
+            estimate = sum(jnp.sum(h * s) for h, s in zip(end, found, strict=True))
             return jnp.sum(losses) + estimate, after
 
-        start = {at[h.leaf]: flat[at[h.leaf]] for h in info.hidden}
+        start = {i: leaves[i] for i in at}
         target, after = jax.grad(total, has_aux=True)(start)
-        end = hidden_of(jax.tree.leaves(after))
-        return grouped(hidden_of(start)), grouped(hidden_of(target)), grouped(end), after
+        return grouped(start), grouped(target), grouped(after), after
 
     return window

@@ -13,7 +13,7 @@ from .. import _rules as rules
 from .._frontends.pure import Pure
 from .._online.request import check_choice, check_chunk_size, split_loss
 from .._online.sequence import Sequence
-from .._report.check import GradientCheck, Gradients, compare_gradients, round_off
+from .._report.check import GradientCheck, Gradients, compare_gradients
 from .._types import ArrayLike, Function, PyTree
 from .calling import calling, split_call
 from .stateful import ETraceAlgorithm
@@ -82,10 +82,8 @@ def check_gradients(
             return exact.etrace_grad(*arrays, step_fn=one_loss, **options)
 
     found, expected = (_gradient(f, learner, sequence) for f in (online, by_bptt))
-    if tolerance is None:
-        states = [*weights.values(), *learner.traces.values()]
-        tolerance = round_off([st.value for st in states])
-    return compare_gradients(found, expected, exactness, sequence.length, tolerance)
+    traces = [st.value for st in learner.traces.values()]
+    return compare_gradients(found, expected, exactness, sequence.length, tolerance, traces)
 
 
 def _gradient(function: Function, learner: ETraceAlgorithm, sequence: Sequence) -> Gradients:

@@ -14,10 +14,11 @@ import numpy as np
 from .. import _compat
 from .._compiler.step import show_path
 from .._executor.executor import masks_of_weights
+from .._frontends.modules import by_path
 from .._lines import warn_user
 from .._online.sequence import is_traced
 from .._types import Array, Leaves, PyTree
-from .model_states import by_path, hidden_of
+from .model_states import hidden_of
 
 if TYPE_CHECKING:
     from .stateful import ETraceAlgorithm
@@ -30,8 +31,7 @@ class Guards:
     """The three observers of a learner: of states set, of states read, and of changing weights."""
 
     def __init__(self, model: brainstate.nn.Module) -> None:
-        self.model = model
-        self.reads = StateReads()
+        self.reads = StateReads(model)
         self.weights = WeightChanges(model)
         self._changes: StateChanges | None = None
 
@@ -51,23 +51,6 @@ class Guards:
         """Record the hidden states after a call that has written the step counter before them."""
         if self._changes is not None:
             self._changes.after_call()
-
-    def compare_reads(self, hidden: Hidden, *, is_tracing: bool) -> None:
-        """Warn if the function that is being traced has read a hidden state."""
-        read = self.reads.before_call(hidden)
-        if read and not is_tracing:
-            warn_user(
-                f"{', '.join(f'`{name}`' for name in read)} is read before the learner is called. If the "
-                "loss depends on it, the gradient misses the influence of parameters on it in earlier steps. "
-                "`learner.etrace_grad` includes it; or read the state in the model and return it.",
-                about=self.model,
-            )
-
-    def compare_masks(self, learner: ETraceAlgorithm) -> None:
-        """Warn if a state that a weight is computed from differs from that of the traces so far."""
-        if not learner.rule.back_through_time:
-            found, masks = by_path(learner.model), masks_of_weights(learner.executor)
-            self.weights.compare_masks({show_path(e.path): found.get(e.path, e.state) for e in masks})
 
 
 class StateChanges:
@@ -144,7 +127,8 @@ class StateReads:
     constants, and that part of the gradient is missing: the call of the learner warns of it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, model: brainstate.nn.Module) -> None:
+        self._model = model
         self._noted: dict[str, Tracing] = {}  # and in which tracing
         self._watched: dict[str, int] = {}
         self._called_in: Tracing | None = None
@@ -168,14 +152,23 @@ class StateReads:
         finally:
             self._paused = before
 
-    def before_call(self, states: Hidden) -> list[str]:
-        """The states that were read in the tracing that a call belongs to."""
+    def before_call(self, states: Hidden, *, is_tracing: bool) -> None:
+        """Warn of the states that were read in the tracing that a call belongs to.
+
+        `is_tracing`: it is the learner that traces, which includes them.
+        """
         with self.paused():
             now = {name: _tracing(state.value) for name, state in states.items()}
-        found = [name for name, tracing in now.items() if tracing and self._noted.get(name) == tracing]
+        read = [f"`{name}`" for name, tracing in now.items() if tracing and self._noted.get(name) == tracing]
         self._noted.clear()
         self._called_in = next(filter(None, now.values()), None)
-        return found
+        if read and not is_tracing:
+            warn_user(
+                f"{', '.join(read)} is read before the learner is called. If the "
+                "loss depends on it, the gradient misses the influence of parameters on it in earlier steps. "
+                "`learner.etrace_grad` includes it; or read the state in the model and return it.",
+                about=self._model,
+            )
 
     def has_assigned(self, name: str, tracers: Leaves) -> bool:
         """Whether a state was last given these tracers."""
@@ -213,20 +206,22 @@ class WeightChanges:
 
     def compare_consts(self, now: Leaves) -> None:
         """Warn if a weight is computed from another constant than at the last call, or may be."""
-        traced = is_traced(now)
-        before = now if self._consts is None else self._consts
-        self._consts = None if traced else now
-        if traced or not _are_same(before, now):
-            how = "may change" if traced else "has changed"
+        before, self._consts = self._consts, None if is_traced(now) else now
+        if is_traced(now) or (before is not None and not _are_same(before, now)):
+            how = "may change" if is_traced(now) else "has changed"
             self._warn("something that the model closes over", how, "as an argument of the model")
 
-    def compare_masks(self, states: Mapping[str, brainstate.State]) -> None:
+    def compare_masks(self, learner: ETraceAlgorithm) -> None:
         """Warn if a state that a weight is computed from has changed since the last call."""
+        if learner.rule.back_through_time:
+            return
+        found, masks = by_path(learner.model), masks_of_weights(learner.executor)
+        states: Hidden = {show_path(e.path): found.get(e.path, e.state) for e in masks}
         now = [leaf for st in states.values() for leaf in jax.tree.leaves(st.value)]
         if is_traced(now):
             return  # an input of a compiled function: its last value is unknown
-        before, self._masks = self._masks or now, now
-        if not _are_same(before, now):
+        before, self._masks = self._masks, now
+        if before and not _are_same(before, now):
             names = ", ".join(f"`{name}`" for name in states)
             self._warn(f"the state {names}", "has changed", "written by the step")
 

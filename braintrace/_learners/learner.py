@@ -11,22 +11,26 @@ import jax.numpy as jnp
 
 from .. import _meshes
 from .._compiler.step import Path
+from .._executor.memory import device_memory
 from .._executor.pull_back import is_inexact
 from .._frontends.functions import Function
 from .._lines import warn_user
+from .._online.choose import choose, memory_budget
+from .._online.drive import Drive
 from .._online.request import Request, WindowSize, check_chunk_size, check_window
 from .._online.sequence import Sequence
 from .._online.user_step import UserStep
+from .._report.check import GradientCheck, compare_gradients
+from .._report.plan import Layout, Plan, plan_learner
+from .._report.report import CompilationReport, ETraceGraph
 from .._rules import BPTT
 from .._rules.rule import Rule, Values
 from .._types import ArrayLike, Aval, Key, Leaves, Mesh, Option, PyTree
 from .compiled_step import CompiledStep
+from .rule_choice import Rules, read_request, rules_to_compare
 
 if TYPE_CHECKING:
-    from .._report.check import GradientCheck
-    from .._report.compiled_graph import ETraceGraph
-    from .._report.plan import Plan
-    from .._report.report import CompilationReport
+    from .._train.compare_rules import Train
     from .._train.comparison import Comparison
 
 Loss = Callable[..., PyTree]
@@ -104,8 +108,6 @@ class Learner:
                 parameters.
             **options: Those of `grad`: `mask`, `chunk_size`, `reduction`, `has_aux`, `modulator`.
         """
-        from .._report.check import compare_gradients, round_off
-
         signal = self.rule.signal
         inputs = {k: v for k, v in options.items() if k in (*signal.takes, *signal.spellings)}
         options = {k: v for k, v in options.items() if k not in inputs}
@@ -116,10 +118,8 @@ class Learner:
             return self.function.by_parameter(grads)
 
         found, expected = gradient(self, **inputs), gradient(self.with_rule(BPTT()))
-        if tolerance is None:
-            tolerance = round_off([found, self.trace_shapes])
-        length = Sequence.check((xs, *more), None).length
-        return compare_gradients(found, expected, self.report.exactness, length, tolerance)
+        length, exactness = Sequence.check((xs, *more), None).length, self.report.exactness
+        return compare_gradients(found, expected, exactness, length, tolerance, self.trace_shapes)
 
     def plan(self, length: int = 100, *, mesh: Mesh | None = None, **options: Option) -> Plan:
         """Estimate the memory and operations of each rule on a sequence of `length` steps; nothing is run.
@@ -127,9 +127,6 @@ class Learner:
         The options are those of `braintrace.plan`: `rules`, `chunk_sizes`, `memory_budget`, `window`, `rank`,
         `basis`, `across` and `mesh`.
         """
-        from .._report.plan import Layout, plan_learner
-        from .plan_model import read_request
-
         request = read_request(length, **options)
         if mesh is None:
             return plan_learner(self, request, None)
@@ -138,16 +135,34 @@ class Learner:
         return plan_learner(Learner(compiled, compiled.function.carry.like), request, layout)
 
     def compare(
-        self, loss: Loss, params: PyTree, carry: PyTree, xs: PyTree, *more: PyTree, **options: Option
+        self,
+        loss: Loss,
+        params: PyTree,
+        carry: PyTree,
+        xs: PyTree,
+        *more: PyTree,
+        rules: Rules | None = None,
+        train: Train = None,
+        mask: ArrayLike | None = None,
+        chunk_size: int | None = None,
+        memory_budget: int | None = None,
+        progress: bool = True,
+        **options: Option,
     ) -> Comparison:
-        """Compare rules on this function and data, as `braintrace.compare`; the learner is not changed.
+        """Compare rules on this function and data, as `braintrace.compare`; the learner is not changed."""
+        from .._train.compare_rules import Problem, compare_rules  # which takes long to import
 
-        `options` are `rules`, `train`, `mask`, `chunk_size`, `memory_budget`, `progress`, `window`, `rank`,
-        `basis` and `across`.
-        """
-        from .compare_model import compare_learner
-
-        return compare_learner((self, params, carry), loss, (xs, *more), **options)
+        check_chunk_size(chunk_size)
+        if not callable(loss):
+            raise TypeError(
+                f"`loss(y, *slices)` is a function that returns the loss of a step, not {loss!r}."
+            )
+        sequence = Sequence.check((xs, *more), mask)
+        arguments = lambda xs, ys: (xs,) if ys is None else (xs, ys)
+        problem = Problem(self, loss, params, carry, sequence, chunk_size, arguments)
+        budget = device_memory() if memory_budget is None else memory_budget
+        choices = rules_to_compare(self, sequence.length, rules, budget, options)
+        return compare_rules(problem, choices, train, budget, progress)
 
     # -- the pure functions ------------------------------------------------------------------------
 
@@ -238,10 +253,10 @@ class Learner:
         step, out_tree, leaves = self._traced_step(loss_and_aux, params, carry, traces, sequence, fixed)
         self._warn_of_closures(step, leaves)
         wanted = [i for i in self.function.param_at if is_inexact(leaves[i])]
-        drive = self.compiled.drive(step, sequence, chunk_size=chunk_size, window=window)
+        drive = self._drive(step, sequence, chunk_size, window)
         rows = [] if sequence.reset is None else self._leaves_with_batch_axis(sequence.reset.shape[1:])
         at = tuple(self.function.carry_at[i] for i in rows)
-        drive = replace(drive, wanted=tuple(wanted), reset_leaves=at, reset_traces=self.compiled.reset_traces)
+        drive = replace(drive, wanted=tuple(wanted), reset_leaves=at)
         total, outs, after = self.compiled.run(drive, leaves, sequence, [self.start[i] for i in rows])
         by_leaf = dict(zip(wanted, total, strict=True))
         grads = self.function.params.with_none([by_leaf.get(i) for i in self.function.param_at])
@@ -256,7 +271,7 @@ class Learner:
         check_chunk_size(chunk_size)
         sequence = Sequence.check((xs, {}), None)
         step, out_tree, leaves = self._traced_step(lambda y, _: y, params, carry, traces, sequence, {})
-        drive = self.compiled.drive(step, sequence, chunk_size=chunk_size)
+        drive = self._drive(step, sequence, chunk_size)
         outs, after = self.compiled.run(drive, leaves, sequence, evolve=True)
         return *self._after(after), jax.tree.unflatten(out_tree, outs)
 
@@ -335,6 +350,21 @@ class Learner:
         at = {k: num + n for n, k in enumerate(keys)}
         step = UserStep.read(closed, [*(".".join(e.path) for e in entries), *keys], at, carried)
         return step, out_trees[-1], leaves
+
+    def _drive(
+        self, step: UserStep, sequence: Sequence, chunk_size: int | None, window: WindowSize | None = None
+    ) -> Drive:
+        """Choose how to run a step over a sequence."""
+        return choose(
+            self.compiled.rule_step,
+            step,
+            sequence,
+            chunk_size=chunk_size,
+            window=window or self.window or 1,
+            keep=True,
+            fresh=False,
+            budget=memory_budget(),
+        )
 
     def _warn_of_closures(self, step: UserStep, leaves: Leaves) -> None:
         """Warn of parameters that the loss, or the step, reads by its closure: they get no gradient there."""

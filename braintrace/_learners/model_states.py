@@ -12,12 +12,12 @@ import brainstate
 import jax
 import jax.numpy as jnp
 
-from .. import _compat
 from .._compiler import CompilationError
-from .._compiler.module_info import StateEntry
 from .._compiler.step import Path, show_path
+from .._frontends.modules import by_path, states_of
 from .._frontends.pure import Pure
 from .._lines import warn_user
+from .._online.sequence import is_traced
 from .._types import Array, Option, PyTree
 from .compiled_step import CompiledStep
 
@@ -25,45 +25,22 @@ if TYPE_CHECKING:
     from .stateful import ETraceAlgorithm
 
 
-def by_path(model: brainstate.nn.Module) -> dict[Path, brainstate.State]:
-    """The model's states as they are now."""
-    return {tuple(map(str, path)): st for path, st in model.states().items()}
-
-
-def states_of(compiled: CompiledStep) -> list[tuple[StateEntry, brainstate.State]]:
-    """The states that a step touches, as they are now."""
-    found = by_path(compiled.function.step.model)
-    return [(e, found.get(e.path, e.state)) for e in compiled.info.entries]
-
-
 def leaves_of(compiled: CompiledStep) -> list[Array]:
     """The leaves of the states that a step touches."""
-    return [leaf for _, st in states_of(compiled) for leaf in jax.tree.leaves(st.value)]
+    return [leaf for st in states_of(compiled.function).values() for leaf in jax.tree.leaves(st.value)]
 
 
 def hidden_of(compiled: CompiledStep) -> dict[str, brainstate.State]:
     """The hidden states of a step, by name."""
     hidden = {id(h.state) for h in compiled.info.hidden}
-    return {show_path(e.path): s for e, s in states_of(compiled) if not e.is_fixed and id(e.state) in hidden}
+    found = zip(compiled.info.entries, states_of(compiled.function).values(), strict=True)
+    return {show_path(e.path): st for e, st in found if not e.is_fixed and id(e.state) in hidden}
 
 
 def values_now(model: brainstate.nn.Module) -> dict[Path, PyTree]:
-    """The values of the short-term states by path, for `reset`; without those that are being traced."""
-    found = {path: st.value for path, st in model.states(brainstate.ShortTermState).items()}
-    return {p: v for p, v in found.items() if not any(map(_compat.is_tracer, jax.tree.leaves(v)))}
-
-
-def reset(model: brainstate.nn.Module, start: dict[Path, PyTree], **options: Option) -> set[int]:
-    """Reset all states: by each module's `reset_state`, or else its `init_state`, or else to `start`.
-
-    Returns the `id` of every state that was reset. A short-term state that its module's own `reset_state`
-    does not set is left as it is.
-    """
-    done = _reset_by_methods(model, **options)
-    for path, state in _without_methods(model, done, start).items():
-        state.value = start[path]
-        done.add(id(state))
-    return done
+    """The values of the short-term states by path, for resets; without those that are being traced."""
+    states = {p: st for p, st in by_path(model).items() if isinstance(st, brainstate.ShortTermState)}
+    return {p: st.value for p, st in states.items() if not is_traced(st.value)}
 
 
 def _reset_by_methods(model: brainstate.nn.Module, **options: Option) -> set[int]:
@@ -80,9 +57,9 @@ def _without_methods(
     model: brainstate.nn.Module, done: Container[int], start: dict[Path, PyTree]
 ) -> dict[Path, brainstate.State]:
     """The states in `start` that no method has set and whose module has no `reset_state`."""
-    modules = model.nodes(brainstate.nn.Module)
+    modules = {tuple(map(str, p)): m for p, m in model.nodes(brainstate.nn.Module).items()}
     owner = lambda path: modules[max((p for p in modules if path[: len(p)] == p), key=len)]
-    found = {p: st for p, st in model.states().items() if p in start and id(st) not in done}
+    found = {p: st for p, st in by_path(model).items() if p in start and id(st) not in done}
     return {p: st for p, st in found.items() if not _has_own(owner(p), "reset_state")}
 
 
@@ -116,50 +93,45 @@ def strengthen(model: brainstate.nn.Module) -> None:
             state.value = jax.tree.map(lambda a: jax.lax.convert_element_type(a, a.dtype), state.value)
 
 
-def initial_states(learner: ETraceAlgorithm, size: int, hidden: PyTree) -> dict[Path, PyTree]:
+def initial_states(learner: ETraceAlgorithm, size: int) -> dict[Path, PyTree]:
     """The initial values of the states that a reset sets and that have `size` samples in front, by path."""
-    model = learner.model
+    states = by_path(learner.model)
+    before = {path: st.value for path, st in states.items()}
 
-    before = {id(st): st.value for st in model.states().values()}
-
-    def start(size: int) -> dict[int, PyTree]:
-        """The values that methods of the model set for `size` samples, by the `id` of the state."""
+    def start(size: int) -> dict[Path, PyTree]:
+        """The values that methods of the model set for `size` samples."""
 
         def methods() -> None:
-            _reset_by_methods(model, batch_size=size)
+            _reset_by_methods(learner.model, batch_size=size)
 
         try:
             pure = Pure.trace(methods)
             _, new = pure(pure.values())
         finally:
-            for st in model.states().values():
-                st.value = before[id(st)]
+            for path, st in states.items():
+                st.value = before[path]
         parts = zip(pure.states, pure.trees, new, pure.written, strict=True)
-        return {id(st): jax.tree.unflatten(tree, leaves) for st, tree, leaves, written in parts if written}
+        by_id = {id(st): jax.tree.unflatten(tree, leaves) for st, tree, leaves, written in parts if written}
+        return {path: by_id[id(st)] for path, st in states.items() if id(st) in by_id}
 
+    # an axis of samples is one that is longer for one more of them, and not just as long as they are many
     values, more = start(size), jax.eval_shape(lambda: start(size + 1))
-    fixed = {path: learner._start[path] for path in _without_methods(model, values, learner._start)}
-    found = {
-        tuple(map(str, path)): value
-        for path, value in fixed.items()
-        if all(jnp.shape(leaf)[:1] == (size,) for leaf in jax.tree.leaves(value))
-    }
-    for path, st in model.states().items():
-        now = before[id(st)]
-        if id(st) not in values or _shapes(now) != _shapes(values[id(st)]):
-            continue
-        # an axis of samples is one that is longer for one more of them, and not just as long as they are many
-        first = [jnp.shape(leaf)[:1] for leaf in jax.tree.leaves((now, more.get(id(st))))]
-        if first == [(size,)] * (len(first) // 2) + [(size + 1,)] * (len(first) // 2):
-            found[tuple(map(str, path))] = values[id(st)]
+    done = {id(states[path]) for path in values}
+    fixed = _without_methods(learner.model, done, learner._start)
+    found = {p: learner._start[p] for p in fixed if _has_samples(learner._start[p], size)}
+    for path, value in values.items():
+        is_per_sample = path in more and _has_samples(value, size) and _has_samples(more[path], size + 1)
+        if is_per_sample and _shapes(before[path]) == _shapes(value):
+            found[path] = value
     # an inexact array with axes; a counter or a clock has none
     is_number = lambda a: jnp.ndim(a) and jnp.issubdtype(jnp.result_type(a), jnp.inexact)
-    has_numbers = lambda tree: any(map(is_number, jax.tree.leaves(tree)))
-    missing = [h.path for h in hidden if not any(h.path[: len(p)] == p for p in found)]
+    missing = [
+        h.path for h in learner.graph.module_info.hidden if not any(h.path[: len(p)] == p for p in found)
+    ]
     missing += [
         path
-        for path, st in ((tuple(map(str, p)), st) for p, st in model.states().items())
-        if id(st) in values and path not in found and path not in missing and has_numbers(before[id(st)])
+        for path in values
+        if path not in (*found, *missing) and any(map(is_number, jax.tree.leaves(before[path])))
     ]
     if missing:
         names = ", ".join(f"`{show_path(p)}`" for p in missing)
@@ -171,9 +143,27 @@ def initial_states(learner: ETraceAlgorithm, size: int, hidden: PyTree) -> dict[
     return found
 
 
+def _has_samples(value: PyTree, size: int) -> bool:
+    """Whether each array of a state has this many samples in front."""
+    return all(jnp.shape(leaf)[:1] == (size,) for leaf in jax.tree.leaves(value))
+
+
+def _shapes(tree: PyTree) -> PyTree:
+    leaves, structure = jax.tree.flatten(tree)  # which knows units
+    return structure, [(jnp.shape(a), jnp.result_type(a)) for a in leaves]
+
+
 def reset_model(learner: ETraceAlgorithm, **options: Option) -> None:
-    """Reset the states of the model, not the traces; warn of hidden states that nothing resets."""
-    done = reset(learner.model, learner._start, **options)
+    """Reset the states of the model: by each module's `reset_state`, or else its `init_state`.
+
+    Short-term states of modules with neither are reset to their values when the learner was made. The traces
+    stay. Warns of hidden states that nothing resets.
+    """
+    start = learner._start
+    done = _reset_by_methods(learner.model, **options)
+    for path, state in _without_methods(learner.model, done, start).items():
+        state.value = start[path]
+        done.add(id(state))
     compiled = learner._cache.known
     hidden = {} if compiled is None else hidden_of(compiled)
     left = ", ".join(f"`{name}`" for name, st in hidden.items() if id(st) not in done)
@@ -191,15 +181,10 @@ def reset_rows(learner: ETraceAlgorithm, rows: Array) -> None:
     if rows.ndim != 1 or rows.dtype != bool:
         raise ValueError(f"`rows` has a boolean for each sample, not {rows.dtype}{list(rows.shape)}.")
     found = by_path(learner.model)
-    start = initial_states(learner, len(rows), learner.graph.module_info.hidden)
+    start = initial_states(learner, len(rows))
     old = {path: found[path].value for path in start}, learner._values()
     states, traces = learner._cache.now.reset_samples(rows, start, *old)
     for path, value in states.items():
         found[path].value = value
     learner._store(traces)
     learner.steps.value = learner.steps.value  # so that `StateChanges` sees the states as set by the learner
-
-
-def _shapes(tree: PyTree) -> PyTree:
-    leaves, structure = jax.tree.flatten(tree)  # which knows units
-    return structure, [(jnp.shape(a), jnp.result_type(a)) for a in leaves]

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from .._frontends.functions import Function, read_function
-from .._frontends.module_function import read_module, read_states
 from .._frontends.modules import Mark, check_mark
 from .._online.request import WindowSize, check_window
-from .._types import Model, Option, Options, PyTree, RuleLike
+from .._types import Option, Options, PyTree, RuleLike
 from .compiled_step import CompiledStep
 from .learner import Learner
 from .rule_choice import RuleChoice
@@ -91,24 +90,3 @@ def make_learner(
     check_window(window)
     compiled = CompiledStep(function, chosen, mark, its_window if window is None else window)
     return Learner(compiled, function.carry.leaves(carry))
-
-
-def learner_of(
-    model: Model,
-    args: Iterable[PyTree],
-    rule: RuleLike = None,
-    *,
-    kwargs: Options | None = None,
-    mark: Mark = "ops",
-    window: WindowSize | None = None,
-    function: Callable[..., PyTree] | None = None,
-) -> tuple[Learner, PyTree, PyTree]:
-    """A `Learner` of a `brainstate` module, with its parameters and carry: dictionaries of values by path.
-
-    `args` are the arguments of one step; the learner's `x` is the only one, or a tuple of several. Called in
-    place of the model, `function` may add a loss to it. States are read, and none is changed;
-    `write_states(learner.function, carry)` assigns them.
-    """
-    step = read_module(model, tuple(args), kwargs, function)
-    params, carry = read_states(step)
-    return make_learner(step, carry, rule, mark, window), params, carry

@@ -23,14 +23,15 @@ from .._rules.bounds import Normalized
 from .._rules.rule import Rule
 from .._rules.snap import MOST
 from .._types import Array, DTypeLike, Key, Model, Option, Options, PyTree
+from .calling import VjpMethod
 from .config import ETraceConfig
 from .stateful import ETraceAlgorithm
-from .vjp_method import VjpMethod
 
 Axis = int | Literal["auto"] | None
 Basis = Literal["balanced", "pushed"]
 Decay = float | tuple[float, float]
 REQUIRED = Parameter.empty
+_FIRST = Parameter.POSITIONAL_OR_KEYWORD
 
 
 # the type, default and effect of every option
@@ -93,17 +94,19 @@ class Choice(NamedTuple):
 class OptionsLearner(ETraceAlgorithm):
     """A learner whose class lists its options."""
 
-    takes: ClassVar[str]  # names in order; in brackets those without effect, keywords after `*`
-    defaults: ClassVar[Options] = {}  # where they differ from those of `OPTIONS`
+    takes: ClassVar[str]  # names in order, keywords after `*`
+    defaults: ClassVar[Options] = {}  # where they differ from those of the rule and of `OPTIONS`
     example: ClassVar[str] = ""  # options in the docstring's example
-    make_rule: ClassVar[Callable[..., Rule]]
+    make_rule: ClassVar[Callable[..., Rule]]  # the rule of the same name
     factorization: ClassVar[str]  # of a `config`, if that is among the options
     config_of_rule: ClassVar[ETraceConfig | None] = None
     keeps: ClassVar[tuple[str, ...]] = ()  # options that are attributes of the learner
     choices: ClassVar[Mapping[str, tuple[str, ...]]] = {}  # values of options
+    ignores: ClassVar[tuple[str, ...]] = ()  # options without effect, next to those of `OPTIONS`
 
     def __init_subclass__(cls) -> None:
         if "takes" in vars(cls):
+            cls.make_rule = getattr(rules, cls.__name__, None) or cls.make_rule
             cls.__init__ = _constructor(cls)  # type: ignore[method-assign]
             cls.__doc__ = f"{(cls.__doc__ or '').rstrip()}\n\n{_describe(cls)}"
         super().__init_subclass__()
@@ -111,7 +114,7 @@ class OptionsLearner(ETraceAlgorithm):
     @classmethod
     def read_options(cls, model: Model, *args: PyTree, **options: Option) -> tuple[SimpleNamespace, Choice]:
         """The values of all options, checked, and the rule that they choose; the model is not used."""
-        for old in OLD_NAMES.keys() & options.keys() - {*_names(cls.takes)}:
+        for old in OLD_NAMES.keys() & options.keys() - {*cls.takes.split()}:
             if OLD_NAMES[old] in options:
                 raise TypeError(f"{cls.__name__}: `{old}` and `{OLD_NAMES[old]}` are one option.")
             options[OLD_NAMES[old]] = options.pop(old)
@@ -133,6 +136,11 @@ class OptionsLearner(ETraceAlgorithm):
         return given, choice
 
     @classmethod
+    def has_effect(cls, name: str) -> bool:
+        """Whether an option is more than accepted."""
+        return bool(OPTIONS[name][2]) and name not in cls.ignores
+
+    @classmethod
     def choose(cls, options: SimpleNamespace) -> Choice:
         """The rule for values of the options: that of the option `config`, or else of `make_rule`."""
         config: ETraceConfig | None = getattr(options, "config", None)
@@ -147,32 +155,28 @@ class OptionsLearner(ETraceAlgorithm):
         return Choice(rule, config or cls.config_of_rule, attributes)
 
 
-def _as_shown(takes: str) -> str:
-    """A list of options as `help` shows it: those of the rule, then keywords, newer ones first.
+def _as_shown(cls: type[OptionsLearner]) -> str:
+    """The list of options as `help` shows it: those of the rule, then keywords, newer ones first.
 
     The constructor takes all of them in the order of 0.2.x, which starts with `name` after those of the rule.
     """
-    first, _, last = takes.partition("*")
+    first, _, last = cls.takes.partition("*")
     own = list(itertools.takewhile(lambda name: name != "name", first.split()))
     keywords = [*last.split(), *first.split()[len(own) :]]
-    keywords.sort(key=lambda name: name.startswith("("))  # those without effect come last
-    return " ".join([*own, "*", *keywords])
-
-
-def _names(takes: str) -> list[str]:
-    return takes.replace("(", "").replace(")", "").split()
+    return " ".join([*own, "*", *sorted(keywords, key=cls.has_effect, reverse=True)])
 
 
 def _signature(cls: type[OptionsLearner], takes: str) -> Signature:
     """The signature of the constructor of a class, from a list of options."""
-    first, last = Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY
-    parameters = [Parameter("self", first), Parameter("model", first, annotation=brainstate.nn.Module)]
-    names = _names(takes)
-    for i, name in enumerate(names):
-        if name != "*":
-            annotation, default, _ = OPTIONS[name]
-            default, kind = cls.defaults.get(name, default), last if "*" in names[:i] else first
-            parameters.append(Parameter(name, kind, default=default, annotation=annotation))
+    of_rule = {k: p.default for k, p in signature(cls.make_rule).parameters.items()}
+    defaults = {k: v for k, (_, v, _) in OPTIONS.items()} | of_rule | cls.defaults
+    parameters = [Parameter("self", _FIRST), Parameter("model", _FIRST, annotation=brainstate.nn.Module)]
+    positional, _, keywords = takes.partition("*")
+    for names, kind in ((positional, _FIRST), (keywords, Parameter.KEYWORD_ONLY)):
+        parameters += [
+            Parameter(name, kind, default=defaults[name], annotation=OPTIONS[name][0])
+            for name in names.split()
+        ]
     return Signature(parameters, return_annotation=None)
 
 
@@ -186,17 +190,17 @@ def _constructor(cls: type[OptionsLearner]) -> Callable[..., None]:
         for name, value in choice.attributes.items():
             setattr(self, name, value)
 
-    __init__.__signature__ = _signature(cls, _as_shown(cls.takes))  # type: ignore[attr-defined]
+    __init__.__signature__ = _signature(cls, _as_shown(cls))  # type: ignore[attr-defined]
     __init__.__qualname__ = f"{cls.__qualname__}.__init__"
     return __init__
 
 
 def _describe(cls: type[OptionsLearner]) -> str:
     """The arguments and the example of a class's docstring."""
-    names = _as_shown(cls.takes).replace("*", "").split()
+    names = _as_shown(cls).replace("*", "").split()
     lines = ["model: The model that learns, with an `update` method."]
-    lines += [f"{name}: {OPTIONS[name][2]}" for name in names if not name.startswith("(")]
-    unused = ", ".join(f"`{name[1:-1]}`" for name in names if name.startswith("("))
+    lines += [f"{name}: {OPTIONS[name][2]}" for name in names if cls.has_effect(name)]
+    unused = ", ".join(f"`{name}`" for name in names if not cls.has_effect(name))
     lines += [f"{unused}: Accepted without effect, for code written for 0.2.x."] if unused else []
     given = ", ".join(["braintrace.nn.GRUCell(3, 4)", *filter(None, [cls.example])])
     example = [">>> import braintrace, jax.numpy as jnp", f">>> learner = braintrace.{cls.__name__}({given})"]

@@ -6,43 +6,48 @@ import dataclasses
 import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from .._frontends.modules import check_mark
 from .._online.request import WindowSize
+from .._report.plan import PlanRequest, bytes_of
 from .._report.tables import title_of
 from .._rules.rule import Rule
-from .._types import Options, RuleLike
+from .._types import Model, Option, Options, RuleLike
+from . import learners
+from .calling import read_method
 from .dni import DNI
-from .learner import Learner
-from .learners import BPTT, D_RTRL, ES_D_RTRL, KF_RTRL, RTRL, UORO, SnAp
 from .options import OptionsLearner
-from .published import OSTTP, OTPE, OTTT, RFLO, S_TLLR, EProp, OSTLFeedforward, OSTLRecurrent, ThreeFactor
 from .stateful import ETraceAlgorithm
-from .vjp_method import read_method
+
+if TYPE_CHECKING:
+    from .learner import Learner
 
 Rules = Mapping[str, RuleLike] | Iterable[RuleLike] | RuleLike
+PLANNED = ("D_RTRL", "ES_D_RTRL", "RTRL", "BPTT")
+RTRL_BYTES = 1 << 25  # the largest traces of RTRL for which it is tried by default
 DIAL = ("window", "rank", "basis", "across")  # the options that `fit`, `plan`, `compare` and commands take
 NAMES: dict[str, type[ETraceAlgorithm]] = {
-    "d_rtrl": D_RTRL,
-    "es_d_rtrl": ES_D_RTRL,
-    "esd_rtrl": ES_D_RTRL,
-    "pp_prop": ES_D_RTRL,
-    "rtrl": RTRL,
-    "eprop": EProp,
-    "e_prop": EProp,
-    "rflo": RFLO,
-    "ostl_recurrent": OSTLRecurrent,
-    "ostl_feedforward": OSTLFeedforward,
-    "ottt": OTTT,
-    "otpe": OTPE,
-    "osttp": OSTTP,
-    "s_tllr": S_TLLR,
-    "three_factor": ThreeFactor,
+    "d_rtrl": learners.D_RTRL,
+    "es_d_rtrl": learners.ES_D_RTRL,
+    "esd_rtrl": learners.ES_D_RTRL,
+    "pp_prop": learners.ES_D_RTRL,
+    "rtrl": learners.RTRL,
+    "eprop": learners.EProp,
+    "e_prop": learners.EProp,
+    "rflo": learners.RFLO,
+    "ostl_recurrent": learners.OSTLRecurrent,
+    "ostl_feedforward": learners.OSTLFeedforward,
+    "ottt": learners.OTTT,
+    "otpe": learners.OTPE,
+    "osttp": learners.OSTTP,
+    "s_tllr": learners.S_TLLR,
+    "three_factor": learners.ThreeFactor,
     "dni": DNI,
-    "bptt": BPTT,
-    "snap": SnAp,
-    "uoro": UORO,
-    "kf_rtrl": KF_RTRL,
+    "bptt": learners.BPTT,
+    "snap": learners.SnAp,
+    "uoro": learners.UORO,
+    "kf_rtrl": learners.KF_RTRL,
 }
 
 
@@ -55,23 +60,30 @@ class RuleChoice:
     options: Options = field(default_factory=dict)
 
     @staticmethod
-    def of(given: RuleLike, label: str | None = None) -> RuleChoice:
-        """Read a rule that is given in any of the ways above."""
+    def of(given: RuleLike, label: str | None = None, what: str = "rule") -> RuleChoice:
+        """Read a rule that is given in any of the ways above; errors call it `what`."""
         source, options = given, {}
         if isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], Mapping):
             source, options = given[0], dict(given[1])
         if isinstance(source, str):
-            source = learner_named(source, "rule")
+            source = learner_named(source, what)
         if isinstance(source, type) and issubclass(source, Rule):
             source = source()
         is_class = isinstance(source, type) and issubclass(source, ETraceAlgorithm)
         if not is_class and not isinstance(source, Rule):
             raise TypeError(
-                f"`rule` is a rule such as `braintrace.rules.D_RTRL()`, not {given!r}. A rule is a name such "
-                "as 'd_rtrl', a class such as `braintrace.D_RTRL`, a value of `braintrace.rules`, or a pair "
-                "of one of these and a dictionary of options."
+                f"`{what}` is a rule such as `braintrace.rules.D_RTRL()`, not {given!r}. A rule is a name "
+                "such as 'd_rtrl', a class such as `braintrace.D_RTRL`, a value of `braintrace.rules`, or a "
+                "pair of one of these and a dictionary of options."
             )
         return RuleChoice(label or _title(source, options), source, options)
+
+    def make(self, model: Model, **options: Option) -> ETraceAlgorithm:
+        """A learner of a model with this rule."""
+        given = {**self.options, **options}
+        if isinstance(self.source, Rule):
+            return ETraceAlgorithm(model, self.source, **given)
+        return self.source(model, **given)
 
     def with_options(self, **options: object) -> RuleChoice:
         """Return the rule with further options, and a label for them."""
@@ -87,7 +99,7 @@ class RuleChoice:
         """Whether this is back-propagation through time, which gives the exact gradient."""
         if isinstance(self.source, Rule):
             return self.source.back_through_time
-        return issubclass(self.source, BPTT)
+        return issubclass(self.source, learners.BPTT)
 
     def read(self) -> tuple[Rule, WindowSize | None]:
         """The rule as a value, and the steps of its windows, if it takes some."""
@@ -124,8 +136,6 @@ def read_rules(rules: Rules) -> list[RuleChoice]:
     else:
         alone = isinstance(rules, str | type | Rule) or not isinstance(rules, Iterable)
         found = [RuleChoice.of(given) for given in ([rules] if alone else rules)]
-    if not found:
-        raise ValueError("There is no rule to compare: `rules` is empty.")
     for i, one in enumerate(found):
         if one.label in [other.label for other in found[:i]]:
             raise ValueError(f"{one.label} is there twice: give labels, `rules={{label: rule}}`.")
@@ -141,8 +151,46 @@ def add_d_rtrl(choices: list[RuleChoice], options: Options) -> list[RuleChoice]:
     return [*choices, *(c for c in added if c.label not in [other.label for other in choices])]
 
 
-def learner_named(name: str, what: str = "algorithm") -> type[ETraceAlgorithm]:
-    """The class of learners with a name such as 'd_rtrl'; errors call it `what`."""
+def read_request(
+    length: int,
+    rules: Rules = PLANNED,
+    chunk_sizes: Iterable[int] | None = None,
+    memory_budget: int | None = None,
+    **options: Option,
+) -> PlanRequest:
+    """Read the rules of a plan; `options` of D_RTRL add a row."""
+    return PlanRequest(length, add_d_rtrl(read_rules(rules), options), chunk_sizes, memory_budget)
+
+
+def rules_to_compare(
+    learner: Learner, length: int, rules: Rules | None, budget: int, options: Options
+) -> list[RuleChoice]:
+    """BPTT, and these rules or, if None, rules from cheap to exact with `RTRL` if it is small.
+
+    `options` of D_RTRL add a row.
+    """
+    choices = _default_rules(learner, length, min(budget, RTRL_BYTES)) if rules is None else read_rules(rules)
+    if not choices:
+        raise ValueError("There is no rule to compare: `rules` is empty.")
+    choices = add_d_rtrl(choices, options)
+    first = next((c for c in choices if c.is_bptt), RuleChoice.of("bptt"))
+    return [first, *(c for c in choices if c is not first)]
+
+
+def _default_rules(learner: Learner, length: int, most: int) -> list[RuleChoice]:
+    windows = [k for k in (1, 5, 10) if k < length]  # one window over the sequence would be BPTT
+    given: list[RuleLike] = ["es_d_rtrl", "d_rtrl", *(("d_rtrl", {"window": k}) for k in windows)]
+    given.append(("d_rtrl", {"window": 5, "rank": 4} if length > 5 else {"rank": 4}))
+    try:
+        if bytes_of(RuleChoice.of("rtrl").on(learner).trace_shapes.values()) <= most:
+            given.append("rtrl")
+    except Exception:  # a rule that cannot be used is not tried unless asked for
+        pass
+    return list(map(RuleChoice.of, given))
+
+
+def learner_named(name: str, what: str) -> type[ETraceAlgorithm]:
+    """The class of learners with a name such as 'd_rtrl'."""
     known = NAMES.get(name.strip().lower())
     if known is None:
         near = difflib.get_close_matches(name.lower(), NAMES, 1)

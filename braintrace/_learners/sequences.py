@@ -7,8 +7,9 @@ second call compiles nothing, even with another function of the same jaxpr.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
@@ -20,23 +21,24 @@ from .. import _meshes
 from .._compiler.step import show_path
 from .._diagnostics.step_warnings import warn_of_paths
 from .._executor.pull_back import is_inexact
+from .._frontends.modules import by_path
 from .._frontends.pure import Pure, cut, traced_with
+from .._online.choose import choose
 from .._online.data import MultiStepData
 from .._online.drive import Drive
-from .._online.request import Request
 from .._online.sequence import NeverCalledError, Sequence, is_traced
 from .._online.user_step import UserStep
 from .._types import Array, Function, PyTree
-from .calling import called_with, is_data
-from .model_states import by_path, hidden_of, initial_states, leaves_of, strengthen
-from .not_compiled import NotCompiledError
-from .progress import unchanged_on_error
+from .calling import called_with, is_data, unchanged_on_error
+from .model_states import hidden_of, initial_states, leaves_of, strengthen
+from .step_cache import NotCompiledError
 from .trace_states import is_unchanged
 
 if TYPE_CHECKING:
     from .stateful import ETraceAlgorithm
 
 K = TypeVar("K", bound=Hashable)
+Report = Callable[[int, int], None]  # steps done, steps in all
 Weights = Mapping[Hashable, brainstate.State]
 
 
@@ -46,7 +48,7 @@ class TracedStep:
 
     pure: Pure
     step: UserStep
-    first: dict[int, int]  # of each state, by its identity: its first leaf
+    at: dict[int, list[int]]  # the indices of each state's leaves, by its identity
 
     @staticmethod
     def of(learner: ETraceAlgorithm, function: Function, arrays: PyTree) -> TracedStep:
@@ -54,32 +56,26 @@ class TracedStep:
         slices = jax.tree.map(_meshes.slice_of, arrays)
         strengthen(learner.model)
         pure = traced_with(learner.states().values(), partial(Pure.trace, function), *slices)
-        first: dict[int, int] = {}
+        at: dict[int, list[int]] = {}
         names: list[str] = []
         paths = {id(st): p for p, st in learner.states().items()}
         for state, tree in zip(pure.states, pure.trees, strict=True):
-            first[id(state)] = len(names)
+            at[id(state)] = list(range(len(names), len(names) + tree.num_leaves))
             path = paths.get(id(state))
-            name = show_path(map(str, path)).removeprefix("model.") if path else ""
+            name = show_path(path).removeprefix("model.") if path else ""
             names += [name or f"a {type(state).__name__} outside of the model"] * tree.num_leaves
-        traces = {k: first[id(st)] for k, st in learner.traces.items() if id(st) in first}
+        traces = {k: at[id(st)][0] for k, st in learner.traces.items() if id(st) in at}
         if learner.traces and not traces:  # nor does it, if it calls another learner
             raise NeverCalledError
         found = by_path(learner.model)
         carried: list[int | None] = []
         for e in learner.graph.module_info.carried:
-            at = first.get(id(found.get(e.path, e.state)))
-            carried += [None if at is None else at + n for n in range(len(e.invars))]
-        return TracedStep(pure, UserStep.read(pure.closed, names, traces, carried), first)
+            carried += at.get(id(found.get(e.path, e.state)), [None] * len(e.invars))
+        return TracedStep(pure, UserStep.read(pure.closed, names, traces, carried), at)
 
     def leaves_of(self, states: Mapping[K, brainstate.State]) -> dict[K, list[int]]:
         """The leaves of each state, if the step touches it."""
-        trees = {id(st): t for st, t in zip(self.pure.states, self.pure.trees, strict=True)}
-        return {
-            k: [self.first[id(st)] + n for n in range(trees[id(st)].num_leaves)]
-            for k, st in states.items()
-            if id(st) in self.first
-        }
+        return {k: self.at[id(st)] for k, st in states.items() if id(st) in self.at}
 
     def assign(self, leaves: list[Array]) -> None:
         self.pure.assign(cut(leaves, self.pure.trees))
@@ -87,13 +83,60 @@ class TracedStep:
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """The gradient over a sequence that a learner was asked for."""
+    """A user's step to run over sequences, for the gradient of its losses or for its results alone."""
 
     learner: ETraceAlgorithm
-    request: Request
     step_fn: Function
-    weights: Weights
-    keep: bool  # the traces are used afterwards
+    split: Callable[..., PyTree] | None = None  # of a step's results into loss and others; unset without one
+    weights: Weights = field(default_factory=dict)  # by which the loss is differentiated
+    keep: bool = True  # the traces are used afterwards
+    alone: bool = False  # a step is a call of the learner and nothing else
+
+    @property
+    def evolves(self) -> bool:
+        """Whether there is no loss."""
+        return self.split is None
+
+    def window(self, sequence: Sequence, chunk_size: int | None) -> int | None:
+        """The number of steps that `step_fn` takes at once; None for one step."""
+        taken = self.learner.steps_at_once(chunk_size)
+        if taken != 1 or self.alone:
+            return None if self.alone else taken
+        slices = jax.tree.map(lambda a: a[0], sequence.arrays)
+        called = jax.tree.leaves(called_with(self.learner, self.step_fn, slices), is_leaf=is_data)
+        return 1 if any(isinstance(a, MultiStepData) for a in called) else None
+
+    def trace(self, sequence: Sequence, lead: tuple[int, ...]) -> TracedStep:
+        """Trace a user's step on one step of the sequence, or on a window of `lead` steps."""
+
+        def function(*slices: PyTree) -> PyTree:
+            out = self.step_fn(*slices)
+            return out if self.split is None else self.split(out, lead)
+
+        before, self.learner._is_tracing = self.learner._is_tracing, True
+        try:
+            return TracedStep.of(self.learner, function, sequence.arrays)
+        finally:
+            self.learner._is_tracing = before
+
+    def drive(self, step: UserStep, sequence: Sequence, chunk_size: int | None, is_window: bool) -> Drive:
+        """Choose how to drive a step; `is_window`: the step takes a window of steps by itself."""
+        learner, compiled, values = self.learner, self.learner._cache.now, self.learner._values()
+        if not compiled.rule.back_through_time:
+            if is_window:
+                return Drive(step, sequence.pace)
+            compiled.shard_like(leaves_of(compiled), learner._inputs_of(compiled))
+        return choose(
+            compiled.rule_step,
+            step,
+            sequence,
+            chunk_size=chunk_size,
+            window=compiled.window or 1,
+            keep=self.keep,
+            # outside of `jit`, traces that are kept are zero in the first call only: two programs for one
+            fresh=learner._is_fresh() and (not self.keep or is_traced(values)),
+            budget=learner.memory_budget,
+        )
 
 
 def check_weights(learner: ETraceAlgorithm, weights: PyTree) -> Weights:
@@ -112,155 +155,109 @@ def check_weights(learner: ETraceAlgorithm, weights: PyTree) -> Weights:
     return weights
 
 
-def trace(learner: ETraceAlgorithm, function: Function, sequence: Sequence) -> TracedStep:
-    """A user's step, traced on one step of the sequence."""
-    before, learner._is_tracing = learner._is_tracing, True
-    try:
-        return TracedStep.of(learner, function, sequence.arrays)
-    finally:
-        learner._is_tracing = before
+def run(task: Task, sequence: Sequence, chunk_size: int | None) -> tuple[PyTree, PyTree]:
+    """The summed gradients and the results of every step; states and traces are those after the sequence.
 
-
-def run(task: Task, chunk_size: int | None) -> tuple[PyTree, PyTree, PyTree]:
-    """The result of `gradient`; if it fails, states and traces are as before, or after the last report."""
+    If it fails, states and traces are as before, or after the last report of progress.
+    """
     learner = task.learner
     before = learner.steps.value
     # with reports of progress, states are up to date after each part, and stay so
-    kept = list(learner.states().values()) if task.request.sequence.progress is None else []
+    kept = list(learner.states().values()) if sequence.progress is None else []
     with unchanged_on_error(kept):
-        found = gradient(task, chunk_size)
-        if is_unchanged(before, learner.steps.value):
+        size = task.window(sequence, chunk_size)
+        found = _run(task, sequence, chunk_size) if size is None else _in_windows(task, sequence, size)
+        if not task.evolves and is_unchanged(before, learner.steps.value):
             raise NeverCalledError
         if not task.keep:
             learner.init_etrace_state()
     return found
 
 
-def gradient(task: Task, chunk_size: int | None) -> tuple[PyTree, PyTree, PyTree]:
-    """The summed gradients, and the losses and other outputs of every step."""
-    taken = task.learner.steps_at_once(chunk_size)
-    if taken is None:
-        return _steps(task, task.request.sequence, chunk_size)
-    if taken == 1:  # `step_fn` need not call the learner with `MultiStepData`
-        slices = jax.tree.map(lambda a: a[0], task.request.sequence.arrays)
-        called = jax.tree.leaves(called_with(task.learner, task.step_fn, slices), is_leaf=is_data)
-        if not any(isinstance(a, MultiStepData) for a in called):
-            return _steps(task, task.request.sequence, 1)
-    return _windows(task, taken)
-
-
-def _windows(task: Task, size: int) -> tuple[PyTree, PyTree, PyTree]:
-    """The gradient if `step_fn` takes windows of `size` steps; a shorter one takes the remainder."""
-    if task.request.sequence.reset is not None:
+def _in_windows(task: Task, whole: Sequence, size: int) -> tuple[PyTree, PyTree]:
+    """`run` for a `step_fn` that takes windows of `size` steps; a shorter one takes the remainder."""
+    given = f"With `chunk_size={size}`, this learner, which goes in windows, hands {size} steps at once"
+    if whole.reset is not None:
         raise ValueError(
-            f"With `chunk_size={size}`, this learner, which goes in windows, hands {size} steps at once "
-            "to `step_fn`, and `reset` needs a `step_fn` of one step: leave `chunk_size` out; the "
-            "learner's own `window` is the number of steps in a window."
+            f"{given} to `step_fn`, and `reset` needs a `step_fn` of one step: leave `chunk_size` out; "
+            "the learner's own `window` is the number of steps in a window."
         )
-    found = []
+    count, left = divmod(whole.length, size)
+    found: list[tuple[PyTree, PyTree]] = []
     try:
-        for sequence, length in _in_windows(task.request.sequence, size):
-            parts = _steps(task, sequence, None, (length,))
-            found.append((parts[0], parts[1:]))
+        for start, number, length in ((0, count, size), (count * size, 1, left)):
+            if number * length:
+                steps = whole.part(start, start + number * length)
+                cut = lambda a, n=number, k=length: a.reshape(n, k, *a.shape[1:])
+                arrays, mask, _ = jax.tree.map(cut, steps)
+                found.append(
+                    _run(task, Sequence(arrays, number, mask, progress=whole.progress), None, length)
+                )
     except NotCompiledError as e:
         raise ValueError(
-            f"With `chunk_size={size}`, this learner, which goes in windows, hands {size} steps at once "
-            "to `step_fn`, which calls it as with one: leave `chunk_size` out and give the learner its "
-            "`window`, or wrap what `step_fn` is given in `MultiStepData` and return as many losses."
+            f"{given} to `step_fn`, which calls it as with one: leave `chunk_size` out and give the "
+            "learner its `window`, or wrap what `step_fn` is given in `MultiStepData` and return as many "
+            "losses."
         ) from e
+    with_time = lambda a: a.reshape(-1, *a.shape[2:]) if a.ndim > 1 else a
+    outs = [jax.tree.map(with_time, out) for _, out in found]
     grads = jax.tree.map(lambda *g: sum(g[1:], g[0]), *(g for g, _ in found))
-    return grads, *_joined([outs for _, outs in found])
+    return grads, jax.tree.map(lambda *a: jnp.concatenate(a), *outs)
 
 
 @_meshes.no_types()
-def _steps(
-    task: Task, sequence: Sequence, chunk_size: int | None, lead: tuple[int, ...] = ()
-) -> tuple[PyTree, PyTree, PyTree]:
-    learner, weights = task.learner, task.weights
-
-    def function(*slices: PyTree) -> PyTree:
-        return task.request.split(task.step_fn(*slices), lead)
-
-    traced = trace(learner, function, sequence)
+def _run(
+    task: Task, sequence: Sequence, chunk_size: int | None, length: int | None = None
+) -> tuple[PyTree, PyTree]:
+    """`run` for a `step_fn` of one step or, with `length`, of a window of that many steps."""
+    learner, compiled, weights = task.learner, task.learner._cache.now, task.weights
+    traced = task.trace(sequence, () if length is None else (length,))
     at = traced.leaves_of(weights)
-    inside = set(map(id, learner.model.states().values()))
-    inside |= {id(e.state) for e in learner.graph.module_info.entries}  # used, if not held
-    if unused := [k for k, st in weights.items() if id(st) not in {*inside, *traced.first}]:
-        raise ValueError(
-            f"`weights` has {', '.join(map(str, unused))}, which the model does not hold and `step_fn` "
-            "does not use."
-        )
     leaves = [leaf for values in traced.pure.values() for leaf in values]
-    asked = [i for found in at.values() for i in found]
-    wanted = tuple(dict.fromkeys(i for i in asked if is_inexact(leaves[i])))
-    reset_leaves, initial = _initial(learner, traced, sequence)
-    drive = replace(
-        _drive(learner, traced.step, sequence, chunk_size, task.keep, is_window=bool(lead)),
-        wanted=wanted,
-        reset_leaves=reset_leaves,
-        reset_traces=learner._cache.now.reset_traces,
-    )
-    if not lead:
-        outside = [i for k, found in at.items() for i in found if id(weights[k]) not in inside]
-        warn_of_paths(drive, asked, outside, learner.model)
-    compiled = learner._cache.now
-    total, outs, after = compiled.run(drive, leaves, _reporting(traced, sequence), initial)
+    drive = task.drive(traced.step, sequence, chunk_size, is_window=length is not None)
+    shown = _reporting(traced, sequence)
+    if task.evolves:
+        outs, after = compiled.run(drive, leaves, shown, evolve=True)
+        total: list[Array] = []
+    else:
+        inside = set(map(id, learner.model.states().values()))
+        inside |= {id(e.state) for e in learner.graph.module_info.entries}  # used, if not held
+        if unused := [k for k, st in weights.items() if id(st) not in {*inside, *traced.at}]:
+            raise ValueError(
+                f"`weights` has {', '.join(map(str, unused))}, which the model does not hold and `step_fn` "
+                "does not use."
+            )
+        asked = [i for found in at.values() for i in found]
+        wanted = tuple(dict.fromkeys(i for i in asked if is_inexact(leaves[i])))
+        reset_leaves, initial = _initial(learner, traced, sequence)
+        drive = replace(drive, wanted=wanted, reset_leaves=reset_leaves)
+        if length is None:
+            outside = [i for k, found in at.items() for i in found if id(weights[k]) not in inside]
+            warn_of_paths(drive, asked, outside, learner.model)
+        total, outs, after = compiled.run(drive, leaves, shown, initial)
     traced.assign(after)
-    by_leaf = dict(zip(wanted, total, strict=True))
+    by_leaf = dict(zip(drive.wanted, total, strict=True))
     grads = {}
     for k, st in weights.items():
         values, tree = jax.tree.flatten(st.value)
         pairs = zip(at.get(k, [None] * len(values)), values, strict=True)
         found = [by_leaf[i] if i in by_leaf else jnp.zeros_like(a) for i, a in pairs]
         grads[k] = jax.tree.unflatten(tree, found)
-    return grads, *jax.tree.unflatten(jax.tree.structure(traced.pure.shapes), outs)
+    return grads, jax.tree.unflatten(jax.tree.structure(traced.pure.shapes), outs)
 
 
-def evolve(
-    learner: ETraceAlgorithm, sequence: Sequence, step: Function, chunk_size: int | None, *, alone: bool
-) -> PyTree:
-    """The results of all steps; `alone`: a step is a call of the learner and nothing else."""
-    taken = learner.steps_at_once(chunk_size)
-    if taken is None or taken == 1 or alone:
-        return _evolve(learner, sequence, step, chunk_size)
-    outs = [_evolve(learner, part, step, None) for part, _ in _in_windows(sequence, taken)]
-    return _joined(outs)
+@contextmanager
+def reporting(progress: bool | Report) -> Iterator[Report | None]:
+    """The function that the option `progress` asks for; True is a bar in the terminal."""
+    if not isinstance(progress, bool) and not callable(progress):
+        raise TypeError(f"`progress` is True, False or a function of two numbers, not {progress!r}.")
+    if progress is not True:
+        yield progress or None
+        return
+    from .._train.progress_bar import StepBar  # rich takes long to import
 
-
-@_meshes.no_types()
-def _evolve(learner: ETraceAlgorithm, sequence: Sequence, step: Function, chunk_size: int | None) -> PyTree:
-    traced = trace(learner, step, sequence)
-    leaves = [leaf for values in traced.pure.values() for leaf in values]
-    drive = _drive(learner, traced.step, sequence, chunk_size, True)
-    outs, after = learner._cache.now.run(drive, leaves, _reporting(traced, sequence), evolve=True)
-    traced.assign(after)
-    return jax.tree.unflatten(jax.tree.structure(traced.pure.shapes), outs)
-
-
-def _drive(
-    learner: ETraceAlgorithm,
-    step: UserStep,
-    sequence: Sequence,
-    chunk_size: int | None,
-    keep: bool,
-    *,
-    is_window: bool = False,
-) -> Drive:
-    """The way to drive a step; `is_window`: the step takes a window of steps by itself."""
-    compiled, values = learner._cache.now, learner._values()
-    if is_window and not compiled.rule.back_through_time:
-        return Drive(step, sequence.pace)
-    if not compiled.rule.back_through_time:
-        compiled.shard_like(leaves_of(compiled), learner._inputs_of(compiled))
-    return compiled.drive(
-        step,
-        sequence,
-        chunk_size=chunk_size,
-        keep=keep,
-        # outside of `jit`, traces that are kept are zero in the first call only: two programs for one
-        fresh=learner._is_fresh() and (not keep or is_traced(values)),
-        budget=learner.memory_budget,
-    )
+    with StepBar() as bar:
+        yield bar
 
 
 def _reporting(traced: TracedStep, sequence: Sequence) -> Sequence:
@@ -286,28 +283,10 @@ def _initial(
     if sequence.reset is None:
         return (), []
     size = sequence.reset.shape[1]
-    start = initial_states(learner, size, learner.graph.module_info.hidden)
+    start = initial_states(learner, size)
     states = by_path(learner.model)
     reset_leaves, values = [], []
     for path, at in traced.leaves_of({p: states[p] for p in start}).items():
         reset_leaves += at
         values += jax.tree.leaves(start[path])
     return tuple(reset_leaves), values
-
-
-def _in_windows(whole: Sequence, size: int) -> list[tuple[Sequence, int]]:
-    """The sequence as windows of `size` steps, and one window of the remaining steps; with their lengths."""
-    count, left = divmod(whole.length, size)
-    found = []
-    for start, number, length in ((0, count, size), (count * size, 1, left)):
-        if number * length:
-            steps = whole.part(start, start + number * length)
-            arrays, mask, _ = jax.tree.map(lambda a, n=number, k=length: a.reshape(n, k, *a.shape[1:]), steps)
-            found.append((Sequence(arrays, number, mask, progress=whole.progress), length))
-    return found
-
-
-def _joined(outs: list[PyTree]) -> PyTree:
-    """The results of windows, with one time axis."""
-    flat = jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]) if a.ndim > 1 else a, outs)
-    return jax.tree.map(lambda *a: jnp.concatenate(a), *flat)

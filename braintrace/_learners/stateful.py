@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import weakref
-from typing import TYPE_CHECKING
 
 import brainstate
 import jax.numpy as jnp
@@ -17,32 +16,24 @@ from .. import _meshes
 from .._compiler.step import Path
 from .._diagnostics.records import warn_of_options
 from .._executor.executor import ETraceGraphExecutor
-from .._frontends.module_function import read_states
 from .._frontends.modules import Mark, check_mark
 from .._online.arguments import split_static
 from .._online.choose import memory_budget
 from .._online.data import one_step
 from .._online.request import Request, WindowSize, check_chunk_size, check_window
 from .._online.sequence import Sequence
+from .._report.report import CompilationReport, ETraceGraph
 from .._rules.rule import Rule, Values
 from .._types import Array, ArrayLike, Function, Key, Options, PyTree, RuleLike
 from . import pickling
-from .calling import call, called_with, calling_model, split_call
+from .calling import VjpMethod, call, called_with, calling_model, read_method, split_call
 from .compiled_step import CompiledStep
 from .config import ETraceConfig
 from .guards import Guards, WeightChanges
-from .learner import Learner
 from .model_states import hidden_of, leaves_of, reset_model, reset_rows, strengthen, values_now
-from .not_compiled import time_first
-from .progress import Report, reporting, unchanged_on_error
-from .sequences import Task, check_weights, evolve, run
-from .step_cache import StepCache
+from .sequences import Report, Task, check_weights, reporting, run
+from .step_cache import StepCache, time_first
 from .trace_states import EligibilityTrace, StepCounter, traces_of
-from .vjp_method import VjpMethod, read_method
-
-if TYPE_CHECKING:
-    from .._report.compiled_graph import ETraceGraph
-    from .._report.report import CompilationReport
 
 
 class ETraceAlgorithm(brainstate.nn.Module):
@@ -147,11 +138,6 @@ class ETraceAlgorithm(brainstate.nn.Module):
         self.init_etrace_state()
         self._guards.before_call(self, keep=True)
 
-    def set_for(self, args: tuple[PyTree, ...], kwargs: Options) -> None:
-        """Use the step that was compiled for these arguments and the current states."""
-        if self._cache.select(args, kwargs, fresh=self._is_fresh()):
-            self.init_etrace_state()
-
     def take_windows(
         self,
         window: WindowSize | None = None,
@@ -177,12 +163,13 @@ class ETraceAlgorithm(brainstate.nn.Module):
         rule = dataclasses.replace(rule, **given) if given else rule
         check_window(window)
         before = self.rule, self.vjp_method
-        self.rule, self.window = rule, window or self.window
+        self.window = window or self.window
         self._chunk_is_window = self._chunk_is_window and window is None
-        self.vjp_method = "multi-step" if window is not None or rule.always_windows else self.vjp_method
-        changed = before != (self.rule, self.vjp_method)
+        if window is not None or rule.always_windows:
+            self.vjp_method = "multi-step"
+        changed = before != (rule, self.vjp_method)
         if changed and self.is_compiled:
-            warn_of_options(self.graph, self.rule.kind(rule.always_windows or self._window is not None))
+            warn_of_options(self.graph, rule.kind(rule.always_windows or self._window is not None))
         self._change_rule(rule, reset=changed)
 
     def _change_rule(self, rule: Rule, *, reset: bool) -> None:
@@ -196,16 +183,6 @@ class ETraceAlgorithm(brainstate.nn.Module):
     def is_compiled(self) -> bool:
         """Whether `compile_graph` was called."""
         return bool(self._cache.examples)
-
-    @property
-    def functional(self) -> Learner:
-        """The pure functions of the learner, for the shapes used last, as `braintrace.online` returns them.
-
-        Parameters and carry are dictionaries of the values of states, by path; `reset` goes back to the
-        values that the states have now.
-        """
-        compiled = self._cache.now
-        return Learner(compiled, compiled.function.carry.leaves(read_states(compiled.function)[1]))
 
     @property
     def graph(self) -> ETraceGraph:
@@ -403,8 +380,9 @@ class ETraceAlgorithm(brainstate.nn.Module):
             sequence = Sequence.check(sequences, mask, reset, report and (lambda *now: report(*now[:2])))
             request = Request(sequence, has_aux, reduction, loss_output, return_value)
             weights = check_weights(self, self.param_states if weights is None else weights)
-            self._guards.compare_masks(self)
-            grads, losses, aux = run(Task(self, request, step_fn, weights, keep_traces), chunk_size)
+            self._guards.weights.compare_masks(self)
+            task = Task(self, step_fn, request.split, weights, keep=keep_traces)
+            grads, (losses, aux) = run(task, sequence, chunk_size)
         return request.result(grads, losses, aux)
 
     @time_first
@@ -426,9 +404,8 @@ class ETraceAlgorithm(brainstate.nn.Module):
             out = (step_fn or self)(*slices)
             return out if return_outputs else None
 
-        self._guards.compare_masks(self)
-        with unchanged_on_error(list(self.states().values())):
-            return evolve(self, sequence, step, chunk_size, alone=step_fn is None)
+        self._guards.weights.compare_masks(self)
+        return run(Task(self, step, alone=step_fn is None), sequence, chunk_size)[1]
 
     def _begin_sequence(self, chunk_size: int | None, keep: bool) -> None:
         _ = self._cache.now

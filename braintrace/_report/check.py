@@ -117,9 +117,18 @@ _CAUSES = {"equal": "round-off", "rule": "the rule's", "numerical": "numerical"}
 
 
 def compare_gradients(
-    found: Gradients, expected: Gradients, exactness: Exactness, length: int, tolerance: float
+    found: Gradients,
+    expected: Gradients,
+    exactness: Exactness,
+    length: int,
+    tolerance: float | None = None,
+    traces: PyTree = None,
 ) -> GradientCheck:
-    """Compare each parameter's gradient with that of BPTT, and name the cause of the difference."""
+    """Compare each parameter's gradient with that of BPTT, and name the cause of the difference.
+
+    The default of the `tolerance` depends on the types of gradients and traces.
+    """
+    tolerance = round_off([dict(found), traces]) if tolerance is None else tolerance
     rows = []
     pairs = {path: (flatten(g), flatten(expected[path])) for path, g in found.items()}
     largest = max(float(np.linalg.norm(b)) for _, b in pairs.values())

@@ -1,4 +1,4 @@
-"""The report on a compiled model: how each parameter is learned, and which paths the rule truncates."""
+"""The compiled graph and its report: how each parameter is learned, and which paths the rule truncates."""
 
 from __future__ import annotations
 
@@ -7,27 +7,94 @@ import os
 from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 from .._compiler.exactness import BY_STEPS, RuleKind, find_dropped
 from .._compiler.findings import Finding
+from .._compiler.graph import TraceGraph
 from .._compiler.groups import HiddenGroup
 from .._compiler.layers_above import Across
 from .._compiler.reachability import Reachability
 from .._compiler.step import Path
 from .._diagnostics.records import CompilationRecord, DiagnosticKind, DiagnosticLevel, kinds_of
+from .._diagnostics.sentences import Diagnostics
 from .._diagnostics.step_warnings import unused_parameters
 from .._diagnostics.verdict import Exactness
 from .._rules.rank import axis_of_samples
 from .markup import write
+from .pictures import drawing, page, tree
 from .tables import number
 
-if TYPE_CHECKING:
-    from .compiled_graph import ETraceGraph
+
+class Pictured:
+    """Base class of what is shown as the report on a compiled graph: as text, drawing or page."""
+
+    def _report(self) -> CompilationReport:
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        return self._report().to_str()
+
+    def to_svg(self, path: str | os.PathLike[str] | None = None) -> str:
+        """Return a drawing of the data flow in one step as SVG; write it to `path` if one is given."""
+        return _written(drawing.to_svg(self._report()), path)
+
+    def to_html(self, path: str | os.PathLike[str] | None = None) -> str:
+        """Return a page with the drawing, the verdict, the size of traces and all findings.
+
+        It loads no other file. It is written to `path` if one is given.
+        """
+        return _written(page.to_html(self._report()), path)
+
+    def to_dot(self) -> str:
+        """Return the graph in the DOT language of graphviz."""
+        return drawing.to_dot(self._report())
+
+    def _repr_html_(self) -> str:
+        return page.to_frame(self._report())
+
+
+class ETraceGraph(Pictured, TraceGraph):
+    """The compiled step: groups of hidden states, and the marked ops (sites) that feed them."""
+
+    diagnostics: Diagnostics
+
+    @staticmethod
+    def of(graph: TraceGraph) -> ETraceGraph:
+        """The compiled graph, with its findings in words."""
+        found = Diagnostics(graph.module_info.step, graph.diagnostics.found)
+        return ETraceGraph(*graph._replace(diagnostics=found))
+
+    def __repr__(self) -> str:
+        return f"<ETraceGraph of {self.module_info.step.name}: {self._report().in_short()}>"
+
+    def exactness(self, rule: RuleKind | None = None) -> Exactness:
+        """Whether the gradient of a rule (by default `D_RTRL`) equals that of BPTT, and what it drops."""
+        return self._report(rule).exactness
+
+    def explain(
+        self,
+        *,
+        kind: DiagnosticKind | None = None,
+        weight_path: Path | None = None,
+        hidden_path: Path | None = None,
+    ) -> str | tuple[CompilationRecord, ...]:
+        """The tree of groups, sites and parameters as plain text, or the records of one kind or path."""
+        if kind is None and weight_path is None and hidden_path is None:
+            return str(self)
+        return tuple(
+            r
+            for r in self.diagnostics
+            if kind in (None, r.kind)
+            and weight_path in (None, r.weight_path)
+            and (hidden_path is None or hidden_path in r.hidden_paths)
+        )
+
+    def _report(self, rule: RuleKind | None = None) -> CompilationReport:
+        return CompilationReport(self, rule)
 
 
 @dataclass(frozen=True)
-class CompilationReport:
+class CompilationReport(Pictured):
     """How each parameter is learned: hidden groups, weights with a trace, and weights without one and why."""
 
     graph: ETraceGraph
@@ -142,9 +209,6 @@ class CompilationReport:
             **{level.name.lower(): levels[level] for level in DiagnosticLevel},
         }
 
-    def __str__(self) -> str:
-        return self.to_str()
-
     def __repr__(self) -> str:
         model = self.graph.module_info.step.name
         return f"<CompilationReport of {model}: {self.in_short()}; {self.exactness.in_short()}>"
@@ -156,14 +220,15 @@ class CompilationReport:
         online = counts["etrace_weights"] + len(self.ranked_weights)
         return f"{groups}, {online} of {number(params, 'parameter')} learned online"
 
+    def _report(self) -> CompilationReport:
+        return self
+
     def to_str(self, level: int = 1) -> str:
         """Return a tree of groups, operations and parameters as text; from level 2 on, with every finding."""
         from rich.console import Console
 
-        from .pictures.tree import make_tree
-
         text = io.StringIO()
-        Console(file=text, width=_WIDE, color_system=None, force_jupyter=False).print(make_tree(self))
+        Console(file=text, width=_WIDE, color_system=None, force_jupyter=False).print(tree.make_tree(self))
         lines = [line.rstrip() for line in text.getvalue().splitlines()]
         return "\n".join([*lines, *self._details(level)])
 
@@ -174,47 +239,19 @@ class CompilationReport:
         """Print `to_str`, in colour where there is a terminal."""
         from rich.console import Console
 
-        from .pictures.tree import make_tree
-
         console = Console()
         if console.is_terminal or console.is_jupyter:
-            console.print(make_tree(self))
+            console.print(tree.make_tree(self))
             for line in self._details(level):
                 console.print(line, markup=False, highlight=False)
         else:
             print(self.to_str(level))
 
-    def to_svg(self, path: str | os.PathLike[str] | None = None) -> str:
-        """Return a drawing of the data flow in one step as SVG; write it to `path` if one is given."""
-        from .pictures.drawing import to_svg
-
-        return _write(to_svg(self), path)
-
-    def to_html(self, path: str | os.PathLike[str] | None = None) -> str:
-        """Return a page with the drawing, the verdict, the size of traces and all findings.
-
-        It loads no other file. It is written to `path` if one is given.
-        """
-        from .pictures.page import to_html
-
-        return _write(to_html(self), path)
-
-    def to_dot(self) -> str:
-        """Return the graph in the DOT language of graphviz."""
-        from .pictures.drawing import to_dot
-
-        return to_dot(self)
-
-    def _repr_html_(self) -> str:
-        from .pictures.page import to_frame
-
-        return to_frame(self)
-
 
 _WIDE = 160
 
 
-def _write(text: str, path: str | os.PathLike[str] | None) -> str:
+def _written(text: str, path: str | os.PathLike[str] | None) -> str:
     if path is not None:
         write(path, text)
     return text

@@ -13,7 +13,7 @@ import pytest
 
 import braintrace as bt
 from braintrace._frontends.pure import Pure
-from braintrace._learners.plan_model import read_request
+from braintrace._learners.rule_choice import read_request
 from braintrace._report.flops import count_flops
 from braintrace._report.plan import _recommend
 

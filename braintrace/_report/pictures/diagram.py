@@ -8,13 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import jax.numpy as jnp
 
-from ... import _compat
 from ..._compat import Literal as JaxLiteral
-from ..._compat import primitives
 from ..._compiler.findings import Use
 from ..._compiler.groups import HiddenGroup
 from ..._compiler.module_info import ModuleInfo
@@ -24,8 +22,10 @@ from ..._compiler.relation import HiddenParamOpRelation
 from ..._compiler.states_with_memory import remembered
 from ..._compiler.step import Path, show_path
 from ..._types import Aval
-from ..report import CompilationReport
 from .sizes import Sizes, trace_sizes
+
+if TYPE_CHECKING:
+    from ..report import CompilationReport
 
 Kind = Literal["input", "site", "plain", "state", "group", "output"]
 
@@ -254,19 +254,17 @@ class _Reader:
         """Propagate through control flow that contains sites."""
         ins = [self.union([a]) for a in node.inputs]
         outs = [0] * len(node.outputs)
-        if node.primitive is primitives.cond_p:
+        loop = node.loop
+        if loop is None:
             for branch in node.inner:
                 outs = [a | b for a, b in zip(outs, self.enter(branch, ins[1:], outer), strict=True)]
         else:
-            num_consts, num_carry = _compat.scan_counts(node.eqn)
-            while True:
-                found = self.enter(node.inner[0], ins, outer)
-                carry = slice(num_consts, num_consts + num_carry)
-                after = [a | b for a, b in zip(ins[carry], found, strict=False)]
-                if after == ins[carry]:
-                    outs = found
-                    break
-                ins[carry] = after
+            first, last = loop.before + loop.consts, loop.before + loop.consts + loop.carry
+            known = None
+            while known != ins:
+                known = list(ins)
+                outs = self.enter(loop.body, ins[loop.before :], outer)
+                ins[first:last] = [a | b for a, b in zip(ins[first:last], outs, strict=False)]
         for var, bits in zip(node.outputs, outs, strict=True):
             self.env[var] = bits
             self.at_state(var)

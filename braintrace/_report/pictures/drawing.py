@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib import resources
+from typing import TYPE_CHECKING
 
 from ..._compiler.graph import TraceGraph
 from ..._compiler.step import show_path
 from ..markup import Markup, svg, tag
-from ..report import CompilationReport
 from .cards import LINE, PAD, SMALL, TEXT, Card, Line, Placed, make_cards
 from .details import details
 from .diagram import Diagram, Edge, read_diagram
 from .placement import Point, place_cards
+
+if TYPE_CHECKING:
+    from ..report import CompilationReport
 
 STYLE = resources.files(__package__).joinpath("drawing.css").read_text(encoding="utf-8")
 RADIUS = 6.0

@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from pathlib import Path as File
+from typing import TYPE_CHECKING
 
 from ..._compiler.step import Path, show_path
 from ..._diagnostics.records import DiagnosticLevel
 from ..markup import Markup, fill, join, tag
-from ..report import CompilationReport
 from ..tables import number, show_bytes
 from .details import details
 from .diagram import Diagram, read_diagram, show_aval
 from .drawing import draw
+
+if TYPE_CHECKING:
+    from ..report import CompilationReport
 
 _SHOWN = 6  # reasons in a verdict
 

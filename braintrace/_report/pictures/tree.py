@@ -32,14 +32,15 @@ def make_tree(report: CompilationReport) -> Tree:
             if group in relation.hidden_groups:
                 branch.add(_site(relation, group, sizes[relation.site.index].d_rtrl))
     shapes = {e.path: show_avals(v.aval for v in e.invars) for e in graph.module_info.params}
-    if report.kept:
-        branch = root.add(_text((f"without a trace, {report.kept}, for each sample", "bold magenta")))
-        for path, why in report.ranked_weights.items():
-            branch.add(_text((show_path(path), "cyan"), (f"  {shapes[path]}", "dim"), f"  {why}"))
+    ranked = f"without a trace, {report.kept}, for each sample"
+    sections = [(ranked, "bold magenta", "cyan", report.ranked_weights)] if report.kept else []
     if report.excluded_weights:
-        branch = root.add(_text((f"gradient within the {report.span} only", "bold yellow")))
-        for path, why in report.excluded_weights.items():
-            branch.add(_text((show_path(path), "yellow"), (f"  {shapes[path]}", "dim"), f"  {why}"))
+        within = f"gradient within the {report.span} only"
+        sections.append((within, "bold yellow", "yellow", report.excluded_weights))
+    for title, style, color, weights in sections:
+        branch = root.add(_text((title, style)))
+        for path, why in weights.items():
+            branch.add(_text((show_path(path), color), (f"  {shapes[path]}", "dim"), f"  {why}"))
     if report.dynamic_states:
         branch = root.add(_text(("carried, not traced", "bold")))
         for path in report.dynamic_states:

@@ -1,30 +1,60 @@
-"""Compare learning rules on a model: `compare` of modules, and the same of functional learners."""
+"""The functional learner of a `brainstate` module, to compare rules on it and to plan its training.
+
+`compare` and `plan` read the states of the module into pytrees, and leave the module as it is.
+"""
 
 from __future__ import annotations
 
+import copy
 import inspect
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import brainstate
 import jax
 import jax.numpy as jnp
 
+from .. import _rules
 from .._executor.memory import device_memory
-from .._online.request import check_chunk_size, split_loss
+from .._frontends.modules import Mark, read_module, read_states
+from .._online.request import WindowSize, check_chunk_size, split_loss
 from .._online.sequence import NeverCalledError, Sequence
-from .._report.plan import bytes_of
+from .._report.plan import Layout, Plan
 from .._train.batches import size_of
 from .._train.compare_rules import Problem, Train, compare_rules
 from .._train.comparison import Comparison
 from .._train.engine import sequence_of, with_aux
-from .._types import ArrayLike, Function, Option, PyTree, RuleLike
+from .._types import ArrayLike, Function, Mesh, Model, Option, Options, PyTree, RuleLike
+from . import pickling
+from .compiled_step import CompiledStep
 from .learner import Learner
-from .online import learner_of
-from .rule_choice import RuleChoice, Rules, add_d_rtrl, read_rules
+from .online import make_learner
+from .rule_choice import PLANNED, Rules, rules_to_compare
+from .stateful import ETraceAlgorithm
 
 Functional = tuple[Learner, PyTree, PyTree]  # with its parameters and carry
-RTRL_BYTES = 1 << 25  # the largest traces of RTRL for which it is tried by default
+
+
+def learner_of(
+    model: Model,
+    args: Iterable[PyTree],
+    rule: RuleLike = None,
+    *,
+    kwargs: Options | None = None,
+    mark: Mark = "ops",
+    window: WindowSize | None = None,
+    function: Callable[..., PyTree] | None = None,
+) -> Functional:
+    """A `Learner` of a `brainstate` module, with its parameters and carry: dictionaries of values by path.
+
+    `args` are the arguments of one step; the learner's `x` is the only one, or a tuple of several. Called in
+    place of the model, `function` may add a loss to it. States are read, and none is changed.
+    """
+    step = read_module(model, tuple(args), kwargs, function)
+    params, carry = read_states(step)
+    return make_learner(step, carry, rule, mark, window), params, carry
 
 
 def compare(
@@ -83,7 +113,9 @@ def compare(
     arguments = lambda xs, ys: (xs if ys is None else (xs, ys),)
     sequence = Sequence.check(arguments(*sequence.arrays, *[None] * (ys is None)), sequence.mask)
     problem = Problem(learner, lambda loss: loss, params, carry, sequence, chunk_size, arguments)
-    return _compare(problem, rules, train, memory_budget, progress, **options)
+    budget = device_memory() if memory_budget is None else memory_budget
+    choices = rules_to_compare(learner, sequence.length, rules, budget, options)
+    return compare_rules(problem, choices, train, budget, progress)
 
 
 def _with_loss(model: brainstate.nn.Module, step_fn: Function, sequence: Sequence) -> Functional:
@@ -120,30 +152,6 @@ def _with_loss(model: brainstate.nn.Module, step_fn: Function, sequence: Sequenc
     return found
 
 
-def compare_learner(
-    functional: Functional,
-    loss: Function,
-    sequences: tuple[PyTree, ...],
-    *,
-    rules: Rules | None = None,
-    train: Train = None,
-    mask: ArrayLike | None = None,
-    chunk_size: int | None = None,
-    memory_budget: int | None = None,
-    progress: bool = True,
-    **options: Option,
-) -> Comparison:
-    """Compare rules by the gradients of `learner.grad(loss, params, carry, traces, *sequences)`."""
-    check_chunk_size(chunk_size)
-    if not callable(loss):
-        raise TypeError(f"`loss(y, *slices)` is a function that returns the loss of a step, not {loss!r}.")
-    sequence = Sequence.check(sequences, mask)
-    arguments = lambda xs, ys: (xs,) if ys is None else (xs, ys)
-    learner, params, carry = functional
-    problem = Problem(learner, loss, params, carry, sequence, chunk_size, arguments)
-    return _compare(problem, rules, train, memory_budget, progress, **options)
-
-
 @contextmanager
 def _initialised(model: brainstate.nn.Module, size: dict[str, int], seed: int) -> Iterator[None]:
     """Initialise the states of a model as for training, and restore all of them afterwards."""
@@ -161,27 +169,81 @@ def _initialised(model: brainstate.nn.Module, size: dict[str, int], seed: int) -
                 vars(node).update(attributes)
 
 
-def _compare(
-    problem: Problem, rules: Rules | None, train: Train, most: int | None, bar: bool, **options: Option
-) -> Comparison:
-    """Compare these rules or, if None, rules from cheap to exact; BPTT comes first."""
-    budget = device_memory() if most is None else most
-    choices = default_rules(problem, min(budget, RTRL_BYTES)) if rules is None else read_rules(rules)
-    choices = add_d_rtrl(choices, options)
-    first = next((c for c in choices if c.is_bptt), RuleChoice.of("bptt"))
-    ordered = [first, *(c for c in choices if c is not first)]
-    return compare_rules(problem, ordered, train, budget, bar)
+def plan(
+    model: Model,
+    x0: PyTree,
+    batch_size: int | None = None,
+    length: int = 100,
+    *,
+    rules: Rules = PLANNED,
+    chunk_sizes: Iterable[int] | None = None,
+    memory_budget: int | None = None,
+    mesh: Mesh | None = None,
+    **options: Option,
+) -> Plan:
+    """Estimate the memory and operations of each rule on a sequence; the model is not changed.
+
+    Args:
+        model: A module of brainstate.
+        x0: The input of one step, or a tuple of several; each an array or a `jax.ShapeDtypeStruct`.
+        batch_size: Take the states as `init_all_states(model, batch_size=batch_size)` would make them.
+            Default the states as they are.
+        length: The number of steps of the sequence. Default 100.
+        rules: Rules, as `braintrace.compare` takes them. Default D_RTRL, ES_D_RTRL, RTRL and BPTT.
+        chunk_sizes: Steps per backward pass. Default 1, about the square root of the length, and all steps.
+        memory_budget: The bytes that the recommendation may use on each device. Default the memory of the
+            device, or half of the machine's, which the devices of a CPU share.
+        mesh: A mesh of devices; all bytes are then those of one of them. The first axis of states and of `x0`
+            is sharded over the first axis of the mesh; the last axis of states and parameters over 'model',
+            or else the second axis. Parameters that are on a mesh stay as they are.
+        **options: `window`, `rank`, `basis` and `across` add a row for D_RTRL with these options.
+
+    Returns:
+        A `Plan`: a row for each rule and chunk size, and a recommendation.
+
+    >>> import braintrace, jax, jax.numpy as jnp
+    >>> x0 = jax.ShapeDtypeStruct((16, 3), jnp.float32)
+    >>> cell = braintrace.nn.GRUCell(3, 8)
+    >>> costs = plan(cell, x0, batch_size=16, length=20, rules=["D_RTRL"], chunk_sizes=[20])
+    >>> costs.row("D_RTRL").trace_bytes  # two products of 11 inputs and a bias, for each sample and unit
+    12288
+    """
+    if isinstance(model, ETraceAlgorithm):
+        raise TypeError("`plan` takes the model, not a learner of it: `plan(learner.model, ...)`.")
+    is_struct = lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct)
+    struct = lambda a: a if is_struct(a) else jax.ShapeDtypeStruct(jnp.shape(a), jnp.result_type(a))
+    args = jax.tree.map(struct, x0 if isinstance(x0, tuple) else (x0,))
+    twin = _abstract_copy(model, batch_size)
+    if mesh is not None:  # parameters that are on it keep the sharding that they have
+        states, of_param = twin.states(), Layout.of(mesh).of_param
+        for path, state in model.states(brainstate.ParamState).items():
+            states[path].value = jax.tree.map(of_param, state.value)
+    function = read_module(twin, args)
+    learner = Learner(CompiledStep(function, _rules.D_RTRL(), "ops", None), function.carry.like)
+    with warnings.catch_warnings(action="ignore"):
+        _ = learner.graph
+    given = {"rules": rules, "chunk_sizes": chunk_sizes, "memory_budget": memory_budget, **options}
+    return replace(learner.plan(length, mesh=mesh, **given), batch_size=batch_size)
 
 
-def default_rules(problem: Problem, most: int) -> list[RuleChoice]:
-    """Rules from cheap to exact; RTRL only if its traces take at most this many bytes."""
-    length = problem.sequence.length
-    windows = [k for k in (1, 5, 10) if k < length]  # one window over the sequence would be BPTT
-    given: list[RuleLike] = ["es_d_rtrl", "d_rtrl", *(("d_rtrl", {"window": k}) for k in windows)]
-    given.append(("d_rtrl", {"window": 5, "rank": 4} if length > 5 else {"rank": 4}))
+def _abstract_copy(model: Model, batch_size: int | None) -> Model:
+    """Copy a model, with shapes in place of values."""
+    memo: dict[int, object] = {}
+    for state in model.states().values():
+        memo[id(state)] = pickling.copy_state(state)
+        memo.update({id(leaf): leaf for leaf in jax.tree.leaves(state.value)})
+    twin = copy.deepcopy(model, memo)
+    key = brainstate.random.DEFAULT.value
+
+    def init() -> PyTree:
+        if batch_size is not None:
+            brainstate.nn.init_all_states(twin, batch_size=batch_size)
+        return {path: state.value for path, state in twin.states().items()}
+
     try:
-        if bytes_of(RuleChoice.of("rtrl").on(problem.learner).trace_shapes.values()) <= most:
-            given.append("rtrl")
-    except Exception:  # a rule that cannot be used is not tried unless asked for
-        pass
-    return list(map(RuleChoice.of, given))
+        shapes = jax.eval_shape(init)
+    finally:
+        brainstate.random.DEFAULT.value = key
+    for path, state in twin.states().items():
+        state.value = shapes[path]
+    return twin
