@@ -315,8 +315,10 @@ def _operators(
     level = 1e-5 * jnp.trace(core, axis1=1, axis2=2) / size
     level = jnp.where(level > 0, level, 1)
     # rounding can make a core indefinite: the least of three levels is taken for which it is not
-    levels = level[:, None] * jnp.asarray([1, 100, 10_000], level.dtype)
-    roots = jnp.linalg.cholesky(core[:, None] + levels[..., None, None] * jnp.eye(size, dtype=core.dtype))
+    levels = level[:, None] * jnp.asarray([[1, 100, 10_000]], level.dtype)
+    roots = jnp.linalg.cholesky(
+        core[:, None] + levels[..., None, None] * jnp.eye(size, dtype=core.dtype)[None, None]
+    )
     least = jnp.argmax(jnp.all(jnp.isfinite(roots), axis=(2, 3)), axis=1)
     root = jnp.take_along_axis(roots, least[:, None, None, None], 1)[:, 0]
     factors = jax.lax.linalg.triangular_solve(root, jnp.swapaxes(averages, 1, 2), left_side=True, lower=True)
