@@ -24,16 +24,17 @@ from .._compiler.custom_derivatives import PullBack
 from .._compiler.dataflow import Flow, solve, union
 from .._compiler.errors import NotSupportedError
 from .._compiler.program import Node, Site, Var
-from .._compiler.samples import Samples, counting
+from .._compiler.samples import Samples, counting, find_samples
+from .._compiler.step import show_paths
 from .._meshes import all_on_mesh, mesh_of
 from .._types import NumPyArray, PyTree
 from .effective_weights import OfWeights, Weighted
-from .executor import Leaves
+from .executor import ETraceGraphExecutor, Leaves
 from .marked_step import MarkedStep
 from .matrices import Matrix as Matrix
 from .matrices import find_matrices
 from .per_sample_traces import Pulled, Rows, Terms, TracesPerSample, add_terms
-from .sharding import MeshAxes, PartialSums
+from .sharding import MeshAxes
 from .weight_gradients import (
     over_time,
     pull_weights,
@@ -91,19 +92,6 @@ class PerSample:
         """Shard an array along samples, its first axis, and along no other axis."""
         at = self.executor.sharding
         return array if at is None else at.put(array, (self.lead, *[None] * (array.ndim - 1)))
-
-    def summed(self, leaf: int, array: Array, *axes: int) -> Array | PartialSums:
-        """The gradient of a leaf: an array summed over samples (its first axis) and over `axes`.
-
-        If samples are sharded, the result is per-device partial sums.
-        """
-        at, lead = self.executor.sharding, self.lead
-        ways = 0 if at is None or lead is None else at.ways(lead, len(array))
-        if at is None or ways < 2:
-            return jnp.sum(array, (0, *axes))
-        parts = jnp.sum(array.reshape(ways, -1, *array.shape[1:]), (1, *(1 + a for a in axes)))
-        spec = at.of_leaf(leaf)
-        return PartialSums(parts, at, None if spec is None else (lead, *spec))
 
     def replicated(self, array: Array) -> Array:
         """Replicate an array on all devices."""
@@ -376,6 +364,45 @@ class PerSample:
     def traces(self) -> TracesPerSample:
         """The traces of the parameters, sample by sample."""
         return TracesPerSample(self)
+
+
+def find_per_sample(
+    executor: ETraceGraphExecutor, axis: int | str | None, *, traces: bool = True, mixed: bool = False
+) -> PerSample:
+    """The `PerSample` of a step, cached on its executor.
+
+    With `traces`, all traces need a batch axis too. With `mixed`, a batch whose samples depend on each other
+    is one sample; otherwise it is refused.
+    """
+    key = (PerSample, axis, traces, mixed)
+    if key in executor.per_sample:
+        return executor.per_sample[key]  # type: ignore[no-any-return]
+    linear = MarkedStep(executor)
+    samples = find_samples(linear.info, axis)
+    if samples.mixed and not mixed:
+        raise NotSupportedError(
+            f"The rule stores arrays per sample, but the samples of {show_paths(samples.mixed)} along "
+            f"axis {samples.axis} cannot be shown to be independent: an operation that combines entries "
+            "along that axis (a norm over the batch, a linear solve with the batch in its columns) links "
+            "them. Set `samples` to the axis of the states along which samples are independent "
+            "(`samples=1`), or treat the batch as one sample (`samples=None`)."
+        )
+    if isinstance(axis, int) and not samples.have(axis):
+        raise NotSupportedError(
+            f"The states that parameters act on have no axis {axis} of one length in common: leave "
+            "`samples` out, or take all as one (`samples=None`)."
+        )
+    found = PerSample(linear, samples)
+    separate = not samples.mixed and (not traces or found.traces.have_samples)
+    if not separate and not samples.mixed and axis != "auto":
+        raise NotSupportedError(
+            f"The traces of this model have no axis for the samples along axis {axis} of the states: "
+            "leave `samples` out, or take all for one (`samples=None`)."
+        )
+    if not separate:  # such as the positions of an image without a batch
+        found = PerSample(linear, find_samples(linear.info, None))
+    executor.per_sample[key] = found
+    return found
 
 
 def real_parts(v: Var) -> int:

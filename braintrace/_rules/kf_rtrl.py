@@ -30,14 +30,13 @@ from .._compiler.provenance import provenance
 from .._compiler.step import show_path, show_paths
 from .._executor.effective_weights import Weighted
 from .._executor.executor import ETraceGraphExecutor
-from .._executor.per_sample import PerSample
+from .._executor.per_sample import PerSample, find_per_sample
 from .._executor.sharding import Names, Spec
 from .._executor.trace_math import finite
 from .._executor.weight_gradients import floating_factor, product
 from .._executor.window import Window
 from .._ops.axis_labels import Labels, Layout, align
 from .._types import Array, DTypeLike, Leaves, Path
-from .rank import per_sample
 from .rule import Flags, Shapes, Values
 from .signs import COUNT, Estimate, key_at, norm, scaled, signs
 
@@ -53,7 +52,7 @@ class KF_RTRL(Estimate):
     """
 
     def _uses(self, executor: ETraceGraphExecutor) -> list[Use]:
-        per = per_sample(executor, self.samples, traces=False)
+        per = find_per_sample(executor, self.samples, traces=False)
         if (known := executor.per_sample.get((self.samples, Use))) is not None:
             return known  # type: ignore[no-any-return]
         found = [Use(per, w) for w in per.sites]
@@ -140,7 +139,7 @@ class KF_RTRL(Estimate):
         return [found.get(i) for i in range(len(none))]
 
     def forget(self, executor: ETraceGraphExecutor, values: Values, is_reset: Flags) -> Values:
-        per = per_sample(executor, self.samples, traces=False)
+        per = find_per_sample(executor, self.samples, traces=False)
         return {**per.reset(values, is_reset), COUNT: values[COUNT]}
 
 

@@ -39,7 +39,7 @@ from .._compiler.errors import NotSupportedError
 from .._compiler.exactness import RuleKind
 from .._compiler.graph import TraceGraph
 from .._executor.executor import ETraceGraphExecutor, Local, sites_with_traces
-from .._executor.sharding import Sharding, Spec, plus
+from .._executor.sharding import Gradient, Sharding, Spec, plus
 from .._executor.slots import Slot
 from .._executor.trace_recursion import Leak, Recursion
 from .._executor.window import Record, Signals, Window, starts_of
@@ -259,7 +259,7 @@ class TraceRule(Rule):
         size: int,
         basis: tuple[PyTree, PyTree],
         **options: Any,
-    ) -> tuple[Values, dict[int, Array], Array]:
+    ) -> tuple[Values, dict[int, Gradient], Array]:
         """The new arrays of the projection, the kernel's gradients by leaf, and the rows pulled back."""
         assert self.projection is not None
         terms = lambda slots: self.affine_terms(slots, window.record)

@@ -29,14 +29,13 @@ from .._compiler.exactness import RuleKind
 from .._compiler.influence_pattern import Reached, find_reached
 from .._executor.executor import ETraceGraphExecutor
 from .._executor.jacobian import earlier
-from .._executor.per_sample import PerSample, real_parts
+from .._executor.per_sample import PerSample, find_per_sample, real_parts
 from .._executor.sharding import Spec, names_of
 from .._executor.trace_math import finite, promoted
 from .._executor.weight_gradients import row_axis
 from .._executor.window import Window
 from .._meshes import mesh_of, per_device
 from .._types import Array, Leaves, NumPyArray
-from .rank import per_sample
 from .rule import Flags, Rule, Shapes, Values
 
 DType = np.dtype[Any]
@@ -70,7 +69,7 @@ class SnAp(Rule):
     def _pattern(self, executor: ETraceGraphExecutor) -> Pattern:
         key = (type(self), self.n, self.samples)
         if key not in executor.per_sample:
-            per = per_sample(executor, self.samples, traces=False)
+            per = find_per_sample(executor, self.samples, traces=False)
             executor.per_sample[key] = Pattern.of(per, self._reached(per), self.n)
         found: Pattern = executor.per_sample[key]
         if found.size > self.max_jacobian_elements:

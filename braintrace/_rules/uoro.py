@@ -18,17 +18,15 @@ The mean of `nu nu^T` is the identity and that of `nu` zero, so that the mean of
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 
-import jax
-
+from .._executor.dense_influence import DenseInfluence
 from .._executor.executor import ETraceGraphExecutor
+from .._executor.per_sample import find_per_sample
 from .._executor.sharding import Spec
 from .._executor.trace_math import finite
 from .._executor.window import Window
 from .._types import Leaves
-from .projection import BASIS
-from .rank import Rank, named
+from .projection import BASIS, Pushed, along_rows
 from .rule import Flags, Shapes, Values
 from .signs import COUNT, Estimate, key_at, norm, scaled, signs
 
@@ -43,40 +41,42 @@ class UORO(Estimate):
         samples: Batch axis of the states; 'auto' finds it, None treats the batch as one sample.
     """
 
-    @property
-    def _kept(self) -> Rank:
-        """The arrays of a rank-1 correction, with `s` in place of the basis and `theta` in place of `V`."""
-        return Rank(1, self.samples, corrects_traces=False)
+    def _influence(self, executor: ETraceGraphExecutor) -> DenseInfluence:
+        """The array `theta` of each parameter."""
+        per = find_per_sample(executor, self.samples, traces=False)
+        return DenseInfluence(per, 1, DenseInfluence.names_of(per, f"{BASIS}:"))
 
     def start(self, executor: ETraceGraphExecutor) -> Values:
-        return self._kept.start(executor)
+        influence = self._influence(executor)
+        return {**Pushed().start(influence.per, 1), **influence.zeros()}
 
     def advance(self, executor: ETraceGraphExecutor, values: Values, window: Window) -> Values:
         if window.keep is not None:  # samples that are reset at its start have no past
             values = self.forget(executor, values, ~window.keep[0])
             window = window.without_first_reset
-        per = self._kept.per_sample(executor)
-        s = per.shard_samples(values[BASIS])
-        pushed = per.shard_samples(finite(jax.vmap(partial(per.push, window), 1, 1)(s)))
+        influence = self._influence(executor)
+        per, s = influence.per, influence.per.shard_samples(values[BASIS])
+        pushed = per.shard_samples(finite(per.push(window, s[:, 0])))[:, None]
         nu = per.shard_samples(signs(key_at(self.key, values[COUNT][0]), s.shape, s.dtype))
         added = per.pull(window, nu)[1]
-        names = {i: key for i, (key, _) in named(per).items()}
-        theta = {i: values[key] for i, key in names.items()}
-        rho0 = self.balance(norm(theta.values(), s.dtype), norm([pushed], s.dtype))
+        theta = [values[name] for name in influence.names.values()]
+        rho0 = self.balance(norm(theta, s.dtype), norm([pushed], s.dtype))
         rho1 = self.balance(norm(added.values(), s.dtype), norm([nu], s.dtype))
-        after = {BASIS: scaled(rho0, pushed) + scaled(rho1, nu), COUNT: values[COUNT] + 1}
-        for i, key in names.items():
-            after[key] = scaled(1 / rho0, theta[i])
-            if i in added:
-                after[key] = after[key] + scaled(1 / rho1, added[i]).astype(theta[i].dtype)
-        return after
+        added = {i: scaled(1 / rho1, a) for i, a in added.items()}
+        theta_after = influence.advanced(values, added, [(influence, (1 / rho0)[:, None, None])])
+        return {BASIS: scaled(rho0, pushed) + scaled(rho1, nu), COUNT: values[COUNT] + 1, **theta_after}
 
     def past(self, executor: ETraceGraphExecutor, values: Values, signals: Leaves, window: Window) -> Leaves:
-        found = self._kept.past(executor, values, signals)
+        influence = self._influence(executor)
+        per = influence.per
+        signal = per.shard_samples(finite(per.vectors(signals, dual=True)))
+        found = influence.gradients(values, along_rows(signal, per.shard_samples(values[BASIS])))
         return [found.get(i) for i in range(len(window.params))]
 
     def specs(self, executor: ETraceGraphExecutor, shapes: Shapes) -> dict[str, Spec]:
-        return self._kept.specs(executor)
+        influence = self._influence(executor)
+        return {**Pushed().specs(influence.per), **influence.specs()}
 
     def forget(self, executor: ETraceGraphExecutor, values: Values, is_reset: Flags) -> Values:
-        return {**self._kept.forget(executor, values, is_reset), COUNT: values[COUNT]}
+        per = find_per_sample(executor, self.samples, traces=False)
+        return {**per.reset(values, is_reset), COUNT: values[COUNT]}

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import braintrace
-from braintrace._rules.rank import per_sample
+from braintrace._executor.per_sample import find_per_sample
 from braintrace.rules import KF_RTRL, UORO
 
 from ..oracle import Brute
@@ -22,7 +22,7 @@ KEY, EPS = 3, 1e-12
 
 def places(learner: Any, brute: Brute) -> tuple[list[int], int | None]:
     """The states of which a sample's numbers are, as the oracle counts them, and the axis of samples."""
-    samples = per_sample(learner.executor, "auto", traces=False).samples
+    samples = find_per_sample(learner.executor, "auto", traces=False).samples
     at = [(e.path, i, v) for e in learner.graph.module_info.marked.carried for i, v in enumerate(e.invars)]
     leaves = []
     for var in samples.carried:
@@ -54,7 +54,7 @@ def test_kf_rtrl_equals_its_definition(name):
     learner = compiled(braintrace.KF_RTRL(case.build(), projection_key=KEY), xs[0])
     found = online(learner, xs, 1)
     brute = Brute(case.build(), xs[0], learner.graph)
-    sites = [w.site.index for w in per_sample(learner.executor, "auto", traces=False).sites]
+    sites = [w.site.index for w in find_per_sample(learner.executor, "auto", traces=False).sites]
     expected = brute.kf_rtrl(xs, *places(learner, brute), sites, KEY, EPS)
     assert agree(expected, found, 1e-9), difference(expected, found)
 

@@ -13,10 +13,9 @@ import numpy as np
 import pytest
 
 import braintrace
-from braintrace._executor import rows
+from braintrace._executor import kernel_matrices, rows
+from braintrace._executor.per_sample import find_per_sample
 from braintrace._rules import projection
-from braintrace._rules import rank as rank_file
-from braintrace._rules.rank import per_sample
 
 from ..oracle import bptt
 from ..run import (
@@ -61,7 +60,7 @@ def test_rank_equals_its_definition(name, rank, window, basis):
     xs = sequence(case, 4 if window < 5 else 10)  # more than one window, all of one length
     options = {"rank": rank, "basis": basis, **TOGETHER.get(name, {})}
     learner = compiled(braintrace.D_RTRL(case.build(), window=window, **options), xs[0])
-    samples = per_sample(learner.executor, learner.rule.samples).samples
+    samples = find_per_sample(learner.executor, learner.rule.samples).samples
     places = [
         (e.path, i, v) for e in learner.graph.module_info.marked.carried for i, v in enumerate(e.invars)
     ]
@@ -250,7 +249,7 @@ def test_one_pass_of_any_model_leaves_the_same_traces(name):
             parts = 1 + 1j if jnp.iscomplexobj(state.value) else 1
             state.value = jnp.asarray(parts * rng.randn(*state.value.shape), state.value.dtype)
         if basis == "balanced":
-            samples = per_sample(learner.executor, learner.rule.samples).samples
+            samples = find_per_sample(learner.executor, learner.rule.samples).samples
             set_pair(random_pair(samples.state_size, rank), learner)
 
     for chunk_size in (None, 1):
@@ -485,12 +484,12 @@ def test_a_window_in_the_kernel_of_a_gpu_is_a_window(cell, inputs, window, optio
     monkeypatch.setattr(rows, "_SHORTEST", 1)
     monkeypatch.setattr(rows, "_BLOCK", (4, 2))  # that do not fill the last block
     monkeypatch.setattr(rows, "_advance_plainly", partial(rows.advance, interpret=True))
-    monkeypatch.setattr(rank_file, "_LARGE", 1)
-    monkeypatch.setattr(rank_file, "step", lambda *args: taken.append(args) or rows.step(*args))
+    monkeypatch.setattr(kernel_matrices, "_LARGE", 1)
+    monkeypatch.setattr(kernel_matrices, "step", lambda *args: taken.append(args) or rows.step(*args))
     with jax.enable_x64(False), brainstate.environ.context(precision=32):
         xs, ys = (jnp.asarray(a, jnp.float32) for a in data())
         for there in (False, True):
-            monkeypatch.setattr(rank_file, "on_gpu", lambda there=there: there)
+            monkeypatch.setattr(kernel_matrices, "on_gpu", lambda there=there: there)
             brainstate.random.seed(0)
             with jax.numpy_rank_promotion("allow"):
                 net = getattr(braintrace.nn, f"{cell}Cell")(inputs, N)
