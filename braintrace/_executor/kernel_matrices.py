@@ -16,9 +16,11 @@ from .pulled_rows import PulledRows
 from .rows import fits, kernel_coefficients, step
 from .sharding import Gradient, Spec
 from .slots import Slot
+from .window import Record, Window
 
 # `P` and `d` of traces that advance as `P trace + sum_t x[t] d[t]`
 AffineTerms = dict[str, tuple[Array, Array]]
+AffineTermsOf = Callable[[Sequence[Slot], Record], AffineTerms]
 
 _LARGE = 2**28  # bytes of `V` of a matrix; intermediate results of smaller ones stay in the GPU's cache
 
@@ -36,10 +38,10 @@ class KernelMatrices:
     def find(
         store: DenseInfluence,
         values: Values,
-        length: int,
-        affine_terms: Callable[[Sequence[Slot]], AffineTerms],
+        window: Window,
+        affine_terms: AffineTermsOf,
     ) -> KernelMatrices:
-        """The matrices that the kernel can advance over a window of `length` steps."""
+        """The matrices that the kernel can advance over a window."""
         per, at = store.per, store.per.executor.sharding
         sharded = mesh_of(*values.values()) is not None
         if not on_gpu() or (sharded and at is None):
@@ -53,9 +55,9 @@ class KernelMatrices:
                 on_inputs, on_outputs = at.of_leaf(i) or (None, None)
                 specs[i] = at.fitted((per.lead, on_inputs, None, on_outputs), rows.shape)
                 ways = [at.ways(p, n) for p, n in zip(specs[i], rows.shape, strict=True)]
-            if rows.nbytes // math.prod(ways) >= _LARGE and fits(length, rows, trace, ways):
+            if rows.nbytes // math.prod(ways) >= _LARGE and fits(window.length, rows, trace, ways):
                 found[i] = matrix
-        affine = affine_terms([m.slot for m in found.values() if m.slot is not None])
+        affine = affine_terms([m.slot for m in found.values() if m.slot is not None], window.record)
         known = {i: m for i, m in found.items() if m.slot is None or m.slot.key in affine}
         return KernelMatrices(store, known, {i: specs.get(i, ()) for i in known}, affine)
 

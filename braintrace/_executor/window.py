@@ -6,7 +6,7 @@ the inputs, local Jacobians and signals of each step of a chunk, from which trac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
@@ -274,6 +274,41 @@ class Window:
             carry, out = jax.lax.scan(lambda carry, some: one(carry, some, size), carry, rest)
             outs.append(out)
         return carry, outs[0] if len(outs) == 1 else jax.tree.map(lambda *a: jnp.concatenate(a), *outs)
+
+
+@dataclass(frozen=True, eq=False)
+class BackwardPass:
+    """One backward pass over consecutive windows, from which a rule makes gradients and its new arrays."""
+
+    window: Window  # the steps of all windows
+    size: int  # number of steps of each window but the first, which may be shorter
+    # the parts of the cotangents of the carried leaves that do not cross the starts of windows, by step: zero
+    # inside a window; None without a loss
+    signals: Leaves | None = None
+    read: Leaves | None = None  # all of the cotangents at the starts of windows, if there is a projection
+    dys: dict[int, Array] = field(default_factory=dict)  # cotangents of the outputs of sites at every step
+    pairs: Any = None  # the state of the projection after the windows, and its pairs at their starts
+    fresh: bool = False  # whether the rule's traces are zero before
+    keep: bool = True  # whether the rule's arrays are needed after it
+
+    @property
+    def starts(self) -> list[int]:
+        """The first step of each window."""
+        return starts_of(self.window.length, self.size)
+
+    @property
+    def is_single(self) -> bool:
+        return len(self.starts) == 1
+
+    @property
+    def first(self) -> Leaves:
+        """The signals at the start of the first window."""
+        return [None if s is None else s[0] for s in self.signals or []]
+
+    def within(self, excluded: Container[int] = ()) -> Leaves:
+        """The gradients inside the windows, without those of some sites."""
+        window, dys = self.window, {i: dy for i, dy in self.dys.items() if i not in excluded}
+        return window.executor.of_cotangents(window.params, window.first_consts, window.inputs, dys)
 
 
 def _cleared(keep: Bool[Array, " samples"] | None, derivative: Array) -> Array:

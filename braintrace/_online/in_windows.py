@@ -16,8 +16,8 @@ reaches `enter` as the cotangent of zeros that are carried along with the state.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property, partial
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 import jax
@@ -26,8 +26,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from .._executor.pull_back import is_inexact
-from .._executor.sharding import plus
-from .._executor.window import starts_of
+from .._executor.window import BackwardPass, starts_of
 from .._rules.rule import Values
 from .._rules.signal import PROPAGATED
 from .._types import Array, Leaves, PyTree, Shape
@@ -157,7 +156,7 @@ def in_windows(drive: Drive, start: Start, carry: Carry, part: Part) -> tuple[Ca
     values = step.traces_in(now)
     boundary = Boundary(drive, length, carried)
     num_windows, size = len(boundary.starts), drive.window_length or length
-    projection = rule.projection if drive.window_length else None
+    projection = rule.projection
 
     def losses(
         wanted: Leaves,
@@ -186,28 +185,25 @@ def in_windows(drive: Drive, start: Start, carry: Carry, part: Part) -> tuple[Ca
         losses, wanted, carried_at_start, at_starts, pairs, _zero_site_deltas(drive, length), has_aux=True
     )
     window = drive.window_of(start, carry.moving, part, recorded)
-    basis = None if projection is None else projection.advance_basis(executor, values, window, size)
-    if basis is not None and num_windows > 1:
-        _, pairs = basis
+    passed = BackwardPass(window, size, fresh=drive.fresh, keep=drive.keep)
+    if projection is not None:
+        passed = replace(passed, pairs=projection.advance_basis(executor, values, passed))
+        pairs = passed.pairs[1] if num_windows > 1 else pairs
     grads, first, (left, whole), _, dys = pull((jnp.ones_like(loss), pairs))
     if executor.sharding is not None:
         # run the two loops in sequence: CPU devices may match collectives of concurrent loops wrongly
         recorded, first, left, whole = jax.lax.optimization_barrier((recorded, first, left, whole))
-        window = drive.window_of(start, carry.moving, part, recorded)
-    if drive.window_length is not None:
-        signals = read = [s[None] for s in first]
-        if num_windows > 1:
-            signals = [a.at[0].add(s) for a, s in zip(left, first, strict=True)]
-            others = [a[boundary.starts[1] :: size] for a in whole]
-            read = [jnp.concatenate(pair) for pair in zip(read, others, strict=True)] if others else []
-        signals = boundary.at_leaves(signals, (len(signals[0]) if signals else 1,))
-        read = boundary.at_leaves(read, (num_windows,)) if projection else []
-        over_windows = partial(step.rule_step.trace_rule.over_windows, fresh=drive.fresh, keep=drive.keep)
-        found, after = over_windows(executor, values, signals, read, dys, window, size, basis)
-    else:
-        inside = executor.of_cotangents(window.params, window.first_consts, window.inputs, dys)
-        past = rule.past(executor, values, boundary.at_leaves(first), window)
-        found, after = list(map(plus, inside, past)), rule.advance(executor, values, window)
+        passed = replace(passed, window=drive.window_of(start, carry.moving, part, recorded))
+    signals = read = [s[None] for s in first]
+    if num_windows > 1:
+        signals = [a.at[0].add(s) for a, s in zip(left, first, strict=True)]
+        others = [a[boundary.starts[1] :: size] for a in whole]
+        read = [jnp.concatenate(pair) for pair in zip(read, others, strict=True)] if others else []
+    signals = boundary.at_leaves(signals, (len(signals[0]) if signals else 1,))
+    passed = replace(passed, signals=signals, dys=dys)
+    if projection is not None:
+        passed = replace(passed, read=boundary.at_leaves(read, (num_windows,)))
+    found, after = rule.over_windows(executor, values, passed)
     total = drive.add_params(add(carry.total, grads), found)
     moving = drive.with_values(moving, step.rule_step.arrays.constrained({**values, **after}))
     return Carry(total, carry.weight_grads, moving), outs

@@ -20,12 +20,13 @@ from .._compiler.layers_above import Above, Across
 from .._compiler.step import name_of
 from .._executor.dense_influence import DenseInfluence
 from .._executor.executor import ETraceGraphExecutor
+from .._executor.kernel_matrices import AffineTermsOf
 from .._executor.memory import device_memory, show_bytes
 from .._executor.per_sample import PerSample, find_per_sample
 from .._executor.pulled_rows import PulledRows
 from .._executor.sharding import Gradient, Spec, plus
 from .._executor.trace_math import finite
-from .._executor.window import Window
+from .._executor.window import BackwardPass
 from .._types import Array, DTypeLike, Leaves, NumPyArray, Values
 
 
@@ -41,16 +42,17 @@ class Layers:
         _check_memory(values)
         return values
 
-    def advance(self, executor: ETraceGraphExecutor, before: Values, window: Window) -> Values:
-        """Advance `Q` over a window, given the rule's arrays before it."""
-        values: Values = {}
-        blocks = self._blocks(executor)
+    def over_windows(
+        self, executor: ETraceGraphExecutor, before: Values, passed: BackwardPass, _: AffineTermsOf
+    ) -> tuple[Values, dict[int, Gradient]]:
+        """`Q` after a window, given the rule's arrays before it."""
+        blocks, values = self._blocks(executor), dict[str, Array]()
         for block in blocks:
             per = block.store.per
-            rows = PulledRows.through(per, window, per.unit_rows[:, block.indices])
+            rows = PulledRows.through(per, passed.window, per.unit_rows[:, block.indices])
             by = [(blocks[n].store, rows.start[:, :, blocks[n].indices]) for n in block.acted_on_by]
             values.update(block.store.advanced(before, rows.added(per, before), by))
-        return values
+        return values, {}
 
     def past(self, executor: ETraceGraphExecutor, values: Values, signals: Leaves) -> dict[int, Gradient]:
         """The gradients `<signal, Q>` of signals at the carried states, by leaf of the parameters."""

@@ -14,7 +14,6 @@ variables, the gradient is exact.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -24,13 +23,12 @@ from .._compiler.errors import NotSupportedError
 from .._compiler.graph import TraceGraph
 from .._executor.dense_influence import DenseInfluence
 from .._executor.executor import ETraceGraphExecutor
-from .._executor.kernel_matrices import AffineTerms, KernelMatrices
+from .._executor.kernel_matrices import AffineTermsOf, KernelMatrices
 from .._executor.per_sample import PerSample, find_per_sample
 from .._executor.pulled_rows import PulledRows
 from .._executor.sharding import Gradient, Spec
-from .._executor.slots import Slot
 from .._executor.trace_math import finite
-from .._executor.window import Crossing, Window, starts_of
+from .._executor.window import BackwardPass, Crossing
 from .._types import Array, DTypeLike, Leaves, PyTree, Values
 from .projection import BASES, BASIS, TURN, Balanced, Pushed, along_rows, cross, precise_einsum
 
@@ -64,60 +62,76 @@ class Rank:
         """The arrays at the start of a sequence, where a balanced pair is renewed; `fresh`: `V` is zero."""
         return self.basis.renewed(values, fresh=fresh)
 
-    def advance(
+    def over_windows(
         self,
         executor: ETraceGraphExecutor,
         values: Values,
-        window: Window,
-        size: int,
-        crossed: tuple[PyTree, PyTree],
-        *,
-        affine_terms: Callable[[Sequence[Slot]], AffineTerms],
-        signals: Leaves | None = None,
-        fresh: bool = False,
-    ) -> tuple[Values, dict[int, Gradient], Array]:
-        """Advance `V` over windows of `size` steps, given what `advance_basis` returned.
+        passed: BackwardPass,
+        affine_terms: AffineTermsOf,
+    ) -> tuple[Values, dict[int, Gradient]]:
+        """The arrays after windows, given those before.
 
         A kernel advances large arrays over a single window together with their traces, and computes the
-        gradient for `signals` at its start in the same pass; it needs `affine_terms` of the traces. With
-        `fresh`, the traces and `V` are zero before.
-
-        Returns:
-            The new arrays, the kernel's gradients by leaf, and the rows of `S'` pulled back to the start.
+        gradient at its start in the same pass: these are returned by leaf.
         """
-        store, (state, pairs) = self._store(executor), crossed
+        per, single = self.per_sample(executor), passed.is_single
+        state, pairs = passed.pairs or self.advance_basis(executor, values, passed)
+        after: Values = {}
+        grads: dict[int, Gradient] = {}
+        pulled = read = None
+        if passed.keep:
+            after, grads, rows = self._advance(executor, values, passed, state, pairs, affine_terms)
+            # in a stream, later losses are unknown
+            pulled = rows if single and not passed.fresh else None
+        if passed.read is not None:
+            read = jax.vmap(lambda c: finite(per.vectors(c, dual=True)))(passed.read)
+        return {**after, **self.basis.observed(per, values, state, read, len(passed.starts), pulled)}, grads
+
+    def _advance(
+        self,
+        executor: ETraceGraphExecutor,
+        values: Values,
+        passed: BackwardPass,
+        state: PyTree,
+        pairs: PyTree,
+        affine_terms: AffineTermsOf,
+    ) -> tuple[Values, dict[int, Gradient], Array]:
+        """`V` after windows, the kernel's gradients, and the rows of `S'` pulled back to the start."""
+        store, window, fresh = self._store(executor), passed.window, passed.fresh
         per = store.per
         new, old = self.basis.pair(self.basis.pairs(per, values))
         if new.ndim == 3:  # pushed
             new = state
         else:
             new, old = (jnp.broadcast_to(a, (per.samples.count, *a.shape)) for a in (new, old))
-        starts, crossing = starts_of(window.length, size)[1:], None
-        if starts:
-            crossing = Crossing(starts, lambda c, i: self.cross(executor, c, pairs, i))
+        crossing = None
+        if not passed.is_single:
+            crossing = Crossing(passed.starts[1:], lambda c, i: self.cross(executor, c, pairs, i))
         rows = PulledRows.through(per, window, new, crossing)
         if window.length == 1:
             rows = rows.stored(max((values[name].nbytes for name in store.names.values()), default=0))
         mixing = self.basis.turned(values, precise_einsum("bqn,brn->bqr", rows.start, old))
         kernel = KernelMatrices(store)
-        if not starts and not fresh:
-            kernel = KernelMatrices.find(store, values, window.length, affine_terms)
+        if passed.is_single and not fresh:
+            kernel = KernelMatrices.find(store, values, window, affine_terms)
         added = rows.added(per, None if fresh else values, list(kernel.matrices))
         after = store.advanced(values, added, [] if fresh else [(store, mixing)], list(kernel.matrices))
         if TURN in values:
             after[TURN] = jnp.eye(len(values[TURN]), dtype=values[TURN].dtype)
         if not kernel.matrices:
             return after, {}, rows.start
-        signal = jnp.zeros_like(old[:, 0]) if signals is None else finite(per.vectors(signals, dual=True))
+        signal = jnp.zeros_like(old[:, 0])
+        if passed.signals is not None:
+            signal = finite(per.vectors(passed.first, dual=True))
         along = self.basis.turned(values, along_rows(signal, old))
         large, grads = kernel.advanced(values, rows, mixing, signal, along)
-        return {**after, **large}, {} if signals is None else grads, rows.start
+        return {**after, **large}, grads if passed.signals is not None else {}, rows.start
 
     def advance_basis(
-        self, executor: ETraceGraphExecutor, values: Values, window: Window, size: int
+        self, executor: ETraceGraphExecutor, values: Values, passed: BackwardPass
     ) -> tuple[PyTree, PyTree]:
-        """The state of the projection after windows of `size` steps, and its pairs at their starts."""
-        return self.basis.advance_basis(self.per_sample(executor), values, window, size)
+        """The state of the projection after windows, and its pairs at their starts."""
+        return self.basis.advance_basis(self.per_sample(executor), values, passed.window, passed.size)
 
     def no_pairs(self, executor: ETraceGraphExecutor, values: Values, windows: int) -> PyTree:
         """Zeros of the shape of the pairs that `advance_basis` returns."""
@@ -128,25 +142,6 @@ class Rank:
         per = self.per_sample(executor)
         vectors = per.shard_samples(finite(per.vectors(cotangents, dual=True)))
         return per.leaves(cross(vectors, self.basis.pair(pairs, index)), dual=True)
-
-    def observed(
-        self,
-        executor: ETraceGraphExecutor,
-        values: Values,
-        state: PyTree,
-        read: Leaves | None,
-        windows: int,
-        pulled: Array | None = None,
-    ) -> Values:
-        """The arrays of the projection after the windows of a pass.
-
-        `state` is from `advance_basis`, `read` are the cotangents at starts of windows. In a stream, where
-        later losses are unknown, `pulled` are the rows of `S`, pulled back to the start of the only window.
-        """
-        per = self.per_sample(executor)
-        vectors = jax.vmap(lambda c: finite(per.vectors(c, dual=True)))
-        at_starts = None if read is None else vectors(read)
-        return self.basis.observed(per, values, state, at_starts, windows, pulled)
 
     def past(self, executor: ETraceGraphExecutor, values: Values, signals: Leaves) -> dict[int, Gradient]:
         """The gradients `<signal, Tᵀ V>` of signals at the carried states, by leaf of the parameters."""

@@ -42,8 +42,8 @@ from .._executor.executor import ETraceGraphExecutor, Local, sites_with_traces
 from .._executor.sharding import Gradient, Sharding, Spec, plus
 from .._executor.slots import Slot
 from .._executor.trace_recursion import Leak, Recursion
-from .._executor.window import Record, Signals, Window, starts_of
-from .._types import Aval, Leaves, PyTree
+from .._executor.window import BackwardPass, Record, Signals, Window
+from .._types import Aval, Leaves
 from .._types import Values as Values
 from .layers import Layers
 from .rank import Rank
@@ -88,6 +88,16 @@ class Rule(ABC):
 
         Each is an array, or per-device partial sums (`PartialSums`) if the batch is sharded.
         """
+
+    def over_windows(
+        self, executor: ETraceGraphExecutor, values: Values, passed: BackwardPass
+    ) -> tuple[Leaves, Values]:
+        """The gradients of a backward pass over windows, and the arrays after them.
+
+        There is a single window unless `several_windows_per_pass`.
+        """
+        past = self.past(executor, values, passed.first, passed.window)
+        return list(map(plus, passed.within(), past)), self.advance(executor, values, passed.window)
 
     @abstractmethod
     def forget(self, executor: ETraceGraphExecutor, values: Values, is_reset: Flags) -> Values:
@@ -238,32 +248,16 @@ class TraceRule(Rule):
     def advance(self, executor: ETraceGraphExecutor, values: Values, window: Window) -> Values:
         values = self._reset_at_start(executor, values, window)
         after = self._advance_traces(executor, values, window)
-        if isinstance(self.correction, Layers):
-            return {**after, **self.correction.advance(executor, values, window)}
-        if self.projection is None:
-            return after
-        basis = self.projection.advance_basis(executor, values, window, window.length)
-        low_rank, _, _ = self._advance_projection(executor, values, window, window.length, basis)
-        return {
-            **values,
-            **after,
-            **low_rank,
-            **self.projection.observed(executor, values, basis[0], None, 1),
-        }
+        return self._corrected(executor, values, after, BackwardPass(window, window.length))[0]
 
-    def _advance_projection(
-        self,
-        executor: ETraceGraphExecutor,
-        values: Values,
-        window: Window,
-        size: int,
-        basis: tuple[PyTree, PyTree],
-        **options: Any,
-    ) -> tuple[Values, dict[int, Gradient], Array]:
-        """The new arrays of the projection, the kernel's gradients by leaf, and the rows pulled back."""
-        assert self.projection is not None
-        terms = lambda slots: self.affine_terms(slots, window.record)
-        return self.projection.advance(executor, values, window, size, basis, affine_terms=terms, **options)
+    def _corrected(
+        self, executor: ETraceGraphExecutor, values: Values, after: Values, passed: BackwardPass
+    ) -> tuple[Values, dict[int, Gradient]]:
+        """The arrays after windows, given the traces then, and gradients by leaf that a kernel computed."""
+        if self.correction is None:
+            return after, {}
+        more, grads = self.correction.over_windows(executor, values, passed, self.affine_terms)
+        return {**values, **after, **more}, grads
 
     def _reset_at_start(self, executor: ETraceGraphExecutor, values: Values, window: Window) -> Values:
         """Reset the samples that are reset at the first step, whose corrections have no past."""
@@ -287,65 +281,44 @@ class TraceRule(Rule):
         return [plus(a, more.get(i)) for i, a in enumerate(found)]
 
     def over_windows(
-        self,
-        executor: ETraceGraphExecutor,
-        values: Values,
-        signals: Leaves,
-        read: Leaves,
-        dys: dict[int, Array],
-        window: Window,
-        size: int,
-        basis: tuple[PyTree, PyTree] | None,
-        *,
-        fresh: bool,
-        keep: bool,
+        self, executor: ETraceGraphExecutor, values: Values, passed: BackwardPass
     ) -> tuple[Leaves, Values]:
-        """The gradients of consecutive windows, and the arrays after the last, from one backward pass.
-
-        `window` holds the steps of all windows, which have `size` steps each but for a shorter first one.
-        `read` are the cotangents of the carried leaves at the starts of windows, and `signals` the parts of
-        them that do not cross, by step: zero inside a window. `dys` are the cotangents of the outputs of
-        sites at every step. `basis` is what the projection's `advance_basis` returned: its state after the
-        windows, and its pairs at their starts.
-        """
+        window = passed.window
         values = self._reset_at_start(executor, values, window)
-        first = [None if s is None else s[0] for s in signals]
-        starts = starts_of(window.length, size)
-        shared: dict[int, Array] = {}
-        if len(starts) > 1 and self.joins_within_step(window.length) and executor.sharding is None:
-            shared = {s.index: dys[s.index] for s in sites_with_traces(executor) if s.index in dys}
-        rest = {i: dy for i, dy in dys.items() if i not in shared}
-        found = executor.of_cotangents(window.params, window.first_consts, window.inputs, rest)
-        past: Leaves = [None] * len(window.params)
-        if len(starts) > 1:
-            # `signals` are `λ - u` at the starts of windows (in_windows.py): signals on the states *before*
-            # these steps, and zero inside windows, whose own losses the backward pass has handled. With them
-            # as `old_signals` only, `chunk` contracts them with the traces there, and advances the traces.
-            at_groups = jax.vmap(lambda s: executor.widened(executor.at_groups(s)))(signals)
-            record = replace(window.record, old_signals=at_groups, dys=shared)
-            zeros = executor.no_gradients(record.local.weights)
-            after, grads = self.chunk(executor.slots, values, record, zeros, fresh=fresh, keep=keep)
-            past = executor.to_parameters(window.params, window.first_consts, grads)
-            if not fresh and self.projection is not None:
-                more = self.projection.past(executor, values, first)
-                past = [plus(a, more.get(i)) for i, a in enumerate(past)]
+        if passed.is_single:
+            inside, after = passed.within(), values
+            past = [None] * len(inside) if passed.fresh else self.past(executor, values, passed.first, window)
+            if passed.keep:
+                after = self._advance_traces(executor, values, window)
         else:
-            after = self._advance_traces(executor, values, window) if keep else values
-            past = past if fresh else self.past(executor, values, first, window)
-        if self.projection is None or basis is None:
-            return list(map(plus, found, past)), after
-        pulled = None
-        if keep:
-            # a single window: traces, V and (in the kernel) the gradient in one pass over the arrays; with
-            # several, the cotangents inside the part cross backwards, and the gradient is known already
-            by_kernel = first if len(starts) == 1 else None
-            low_rank, kernel_grads, pulled = self._advance_projection(
-                executor, values, window, size, basis, signals=by_kernel, fresh=fresh
-            )
-            after, past = {**after, **low_rank}, [kernel_grads.get(i, a) for i, a in enumerate(past)]
-        pulled = pulled if len(starts) == 1 and not fresh else None
-        later = self.projection.observed(executor, values, basis[0], read, len(starts), pulled)
-        return list(map(plus, found, past)), {**values, **after, **later}
+            inside, past, after = self._over_several(executor, values, passed)
+        after, by_kernel = self._corrected(executor, values, after, passed)
+        past = [by_kernel.get(i, a) for i, a in enumerate(past)]
+        return list(map(plus, inside, past)), after
+
+    def _over_several(
+        self, executor: ETraceGraphExecutor, values: Values, passed: BackwardPass
+    ) -> tuple[Leaves, Leaves, Values]:
+        """The gradients inside several windows and through the traces at their starts, and the new traces."""
+        window = passed.window
+        shared: dict[int, Array] = {}
+        if self.joins_within_step(window.length) and executor.sharding is None:
+            shared = {
+                s.index: passed.dys[s.index] for s in sites_with_traces(executor) if s.index in passed.dys
+            }
+        # `signals` are `λ - u` at the starts of windows (in_windows.py): signals on the states *before*
+        # these steps, and zero inside windows, whose own losses the backward pass has handled. With them
+        # as `old_signals` only, `chunk` contracts them with the traces there, and advances the traces.
+        at_groups = jax.vmap(lambda s: executor.widened(executor.at_groups(s)))(passed.signals)
+        record = replace(window.record, old_signals=at_groups, dys=shared)
+        zeros = executor.no_gradients(record.local.weights)
+        flags = {"fresh": passed.fresh, "keep": passed.keep}
+        after, grads = self.chunk(executor.slots, values, record, zeros, **flags)
+        past = executor.to_parameters(window.params, window.first_consts, grads)
+        if not passed.fresh and self.projection is not None:
+            more = self.projection.past(executor, values, passed.first)
+            past = [plus(a, more.get(i)) for i, a in enumerate(past)]
+        return passed.within(shared), past, after
 
     def forget(self, executor: ETraceGraphExecutor, values: Values, is_reset: Flags) -> Values:
         kept = {**values, **self.reset(executor.slots, values, ~is_reset)}
