@@ -20,12 +20,14 @@ import numpy as np
 from .._compiler.exactness import RuleKind
 from .._executor.executor import Local
 from .._executor.pull_back import is_inexact
-from .._executor.sharding import Sharding, Spec
+from .._executor.sharding import Sharding, Spec, plus
 from .._executor.slots import Slot
 from .._executor.trace_math import Jacobian, States, add_up, promoted, states, times
 from .._executor.trace_recursion import Recursion
 from .._executor.weight_gradients import TIME
 from .._executor.window import Record, Signals, unroll
+from .._ops.axis_labels import Labels
+from .._types import Array, Options, PyTree
 from .chunk import factors
 from .rule import Flags, Gradients, Shapes, TraceRule, Values, add_all, add_to, kind_of
 from .signal import PROPAGATED, Signal
@@ -112,16 +114,22 @@ class ES_D_RTRL(TraceRule):
         return [j.astype(old.dtype) for j, old in zip(new, f, strict=True)]
 
     def gradient(self, slots: Sequence[Slot], values: Values, signals: Signals, local: Local) -> Gradients:
+        return self._products(slots, _split(slots, values), signals, local)
+
+    def _products(
+        self, slots: Sequence[Slot], averages: Options, signals: Signals, local: Local, over: Labels = ()
+    ) -> Gradients:
+        """The gradients from the rule's arrays, as `_split` returns them, summed over leading axes (time)."""
         grads: Gradients = {}
+        lead = len(over)
         for slot in slots:
-            site = slot.relation.site.index
+            site, signal = slot.relation.site.index, signals[slot.group.index]
             inputs, weight = local.inputs[site], local.weights[site][slot.name]
-            signal = signals[slot.group.index]
-            signal = signal * self._scale(slot, values[_count_key(slot)], signal.dtype, signal.ndim)
-            f, g = states(values[_state_key(slot)], 0), states(signal, 0)
-            dy = slot.to_y(slot.pair(g, f, by=times))
-            factor = None if slot.layout.x is None else factor_of(slot, values[_input_key(slot)], inputs)
-            add_to(grads, slot, slot.from_cotangent(factor, dy, inputs, weight))
+            signal = signal * self._scale(slot, averages[_count_key(slot)], signal.dtype, signal.ndim)
+            f, g = averages[_state_key(slot)], states(signal, lead)
+            dy = slot.to_y(slot.pair(g, f, lead, by=times), lead)
+            factor = factor_of(slot, averages.get(_input_key(slot)), inputs, over)
+            add_to(grads, slot, slot.from_cotangent(factor, dy, inputs, weight, over))
         return grads
 
     def _scale(self, slot: Slot, count: Any, dtype: Any, ndim: int) -> Any:
@@ -147,9 +155,7 @@ class ES_D_RTRL(TraceRule):
         return result
 
     def traces_after(self, slots: Sequence[Slot], values: Values, record: Record) -> Values:
-        start = {k: states(values[k], 0) for k in map(_state_key, slots)}
-        after = self._averages(slots, values, start, record.cut_at_resets())[2]
-        return {**{k: v[-1] for k, v in _counts(slots, values, record).items()}, **after}
+        return self._averages(slots, values, record.cut_at_resets())[1]
 
     def chunk(
         self,
@@ -163,56 +169,47 @@ class ES_D_RTRL(TraceRule):
     ) -> tuple[Values, Gradients]:
         """The averages step by step, which is cheap; all the products of the two at once."""
         record = record.cut_at_resets()
-        start = {k: states(values[k], 0) for k in map(_state_key, slots)}
-        x, f, after = self._averages(slots, values, start, record)
-        counts = _counts(slots, values, record)
-        parts = [] if record.signals is None else [(x, f, counts, record.signals)]
+        each, after = self._averages(slots, values, record)
+        parts = [] if record.signals is None else [(each, record.signals)]
         if record.old_signals is not None:  # of the averages before each step
-            old_x = {k: _before(values[k], v) for k, v in x.items()}
-            old_f = {k: list(map(_before, start[k], v)) for k, v in f.items()}
-            old_counts = {k: _before(values[k], v) for k, v in counts.items()}
-            parts.append((old_x, old_f, old_counts, record.old_signals))
+            before = lambda start, each: jnp.concatenate([start[None], each[:-1]])
+            start = {k: v for k, v in _split(slots, values).items() if k in each}
+            parts.append((jax.tree.map(before, start, each), record.old_signals))
         grads: Gradients = {}
-        for x, f, count, signals in parts:
-            for slot in slots:
-                site = slot.relation.site.index
-                inputs, weight = record.local.inputs[site], record.local.weights[site][slot.name]
-                signal = signals[slot.group.index]
-                signal = signal * self._scale(slot, count[_count_key(slot)], signal.dtype, signal.ndim)
-                dy = slot.to_y(slot.pair(states(signal, 1), f[_state_key(slot)], 1, by=times), 1)
-                factor = None
-                if slot.layout.x is not None:
-                    factor = _factors(slot, x[_input_key(slot)], inputs)
-                add_to(grads, slot, slot.from_cotangent(factor, dy, inputs, weight, (TIME,)))
-        return {**{k: v[-1] for k, v in counts.items()}, **after}, add_all(total, grads)
+        for averages, signals in parts:
+            for key, dw in self._products(slots, averages, signals, record.local, (TIME,)).items():
+                grads[key] = plus(grads.get(key), dw)
+        return after, add_all(total, grads)
 
-    def _averages(
-        self, slots: Sequence[Slot], values: Values, start: dict[str, list[Any]], record: Record
-    ) -> tuple[Values, dict[str, list[Any]], Values]:
-        """The averages of inputs and of state Jacobians after every step, and all after the last one."""
-        local = record.local
-        inputs = {_input_key(t): _inputs(t, local) for t in slots if t.layout.x is not None}
-        each: Values = {}
+    def _averages(self, slots: Sequence[Slot], values: Values, record: Record) -> tuple[Options, Values]:
+        """The rule's arrays after every step, as `_split` returns them, and all after the last one."""
+        local, start = record.local, _split(slots, values)
+        by_state, by_input = {_state_key(t): t for t in slots}, {_input_key(t): t for t in slots}
+        inputs = {k: input_of(t, local, (TIME,)) for k, t in by_input.items() if k in values}
+        each: Options = _counts(slots, values, record)
         if jax.default_backend() != "cpu" and record.keep is None:  # fewer and larger operations
-            each, inputs = {k: filtered(self.inp, values[k], v) for k, v in inputs.items()}, {}
-        instants = {_state_key(t): _instant(t, local) for t in slots}
+            each.update({k: filtered(self.inp, values[k], v) for k, v in inputs.items()})
+            inputs = {}
+        after = {k: v[-1].astype(values[k].dtype) for k, v in each.items()}
+        instants = {k: _instant(t, local) for k, t in by_state.items()}
 
-        def body(carry: Any, step: Any) -> Any:
+        def body(carry: PyTree, step: PyTree) -> tuple[PyTree, PyTree]:
             (x, f), (now, D, J, keep) = carry, step
             if keep is not None:
-                x = {k: of_input[k].where_input(keep, v) for k, v in x.items()}
+                x = {k: by_input[k].where_input(keep, v) for k, v in x.items()}
             x = {k: self._input(x[k], v) for k, v in now.items()}
-            found = {key: (t, f[key], D[t.group.index], J[key]) for key, t in by_key.items()}
-            new = x, {key: self._state(*args) for key, args in found.items()}
+            new = x, {k: self._state(t, f[k], D[t.group.index], J[k]) for k, t in by_state.items()}
             return new, new
 
-        by_key = {_state_key(t): t for t in slots}
-        of_input = {_input_key(t): t for t in slots}
-        first = {k: values[k] for k in inputs}, start
+        first = {k: values[k] for k in inputs}, {k: start[k] for k in by_state}
         steps = (inputs, local.D, instants, record.keep)
-        (last, end), (looped, f) = jax.lax.scan(body, first, steps, record.length, unroll=unroll())
-        after = {k: v[-1].astype(values[k].dtype) for k, v in each.items()}
-        return each | looped, f, {**after, **last, **{k: jnp.stack(v) for k, v in end.items()}}
+        (last, end), (x, f) = jax.lax.scan(body, first, steps, record.length, unroll=unroll())
+        return {**each, **x, **f}, {**after, **last, **{k: jnp.stack(v) for k, v in end.items()}}
+
+
+def _split(slots: Sequence[Slot], values: Values) -> Options:
+    """The rule's arrays, with a list of states in place of each axis of states."""
+    return {**values, **{k: states(values[k], 0) for k in map(_state_key, slots)}}
 
 
 def _counts(slots: Sequence[Slot], values: Values, record: Record) -> Values:
@@ -227,11 +224,6 @@ def _counts(slots: Sequence[Slot], values: Values, record: Record) -> Values:
         return counts, counts
 
     return jax.lax.scan(body, start, record.keep)[1]  # type: ignore[no-any-return]
-
-
-def _before(start: Any, each: Any) -> Any:
-    """Values before every step, from those after it."""
-    return jnp.concatenate([start[None], each[:-1]])
 
 
 _BLOCK = 64
@@ -290,38 +282,28 @@ def as_decay(decay_or_rank: Any) -> float:
     return decay
 
 
-def input_of(slot: Slot, local: Local) -> Any | None:
-    """The array that is averaged: the op's input if it is inexact, else the factor."""
+def input_of(slot: Slot, local: Local, over: Labels = ()) -> Array | None:
+    """The averaged array, with leading axes `over`: the op's input if it is inexact, else the factor."""
     if slot.layout.x is None:
         return None
-    x = local.inputs[slot.relation.site.index][0]
-    if is_inexact(x):
-        return x
-    factor = slot.factor(local.inputs[slot.relation.site.index])
-    assert factor is not None
-    return factor[0]
-
-
-def _inputs(slot: Slot, local: Local) -> Any:
-    """`input_of` at every step."""
     inputs = local.inputs[slot.relation.site.index]
-    found = (inputs[0],) if is_inexact(inputs[0]) else factors(slot, inputs)
+    found = (inputs[0],) if is_inexact(inputs[0]) else _factor(slot, inputs, over)
     assert found is not None
     return found[0]
 
 
-def factor_of(slot: Slot, average: Any, inputs: Sequence[Any]) -> Any:
+def factor_of(
+    slot: Slot, average: Array | None, inputs: Sequence[Array], over: Labels = ()
+) -> tuple[Array, Labels] | None:
+    """The factor of the op for an average of `input_of`, with its labels; None if it has none."""
+    if average is None:
+        return None
     if is_inexact(inputs[0]):
-        return slot.factor([average, *inputs[1:]])
-    factor = slot.factor(inputs)
+        return _factor(slot, [average, *inputs[1:]], over)
+    factor = _factor(slot, inputs, over)
     assert factor is not None
     return average, factor[1]
 
 
-def _factors(slot: Slot, averages: Any, inputs: Sequence[Any]) -> Any:
-    """`factor_of` at every step."""
-    if is_inexact(inputs[0]):
-        return factors(slot, [averages, *inputs[1:]])
-    found = factors(slot, inputs)
-    assert found is not None
-    return averages, found[1]
+def _factor(slot: Slot, inputs: Sequence[Array], over: Labels) -> tuple[Array, Labels] | None:
+    return factors(slot, inputs) if over else slot.factor(inputs)
