@@ -10,7 +10,7 @@ through it contributes
 where `dy/dx` is computed once for all samples: each sample evaluates the op for a different unit vector. For
 an op behind another one, as the candidate of a GRU behind its reset gate, the sum over all units in between
 is a matrix product. In all other cases (a third op, ops inside control flow) each position is pulled back
-separately, which is 8 to 50 times slower for 128 to 256 units.
+separately, which is 15 (GRU) to 85 (plain RNN) times slower for 256 units and compiles no faster.
 """
 
 from __future__ import annotations

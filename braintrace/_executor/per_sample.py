@@ -267,21 +267,19 @@ class PerSample:
         by_leaf = self.of_weights(self.linear.window(window), self.sites, found, axis)
         return add_terms(pulled.terms, by_leaf)
 
-    def jacobian(self, window: Window, sites: Sequence[Weighted] = ()) -> tuple[Rows, dict[int, Array]]:
-        """The full Jacobian of a window of one step.
-
-        Also d(state after)/dy of each site, (n, *y), where each element of `y` has one sample.
-        """
-        start, _, dys, _ = self._pulled(window, self.unit_rows, [w.site for w in sites], ())
-        return start, {i: d[:, 0] for i, d in dys.items()}
-
     def push(self, window: Window, vectors: Vectors) -> Vectors:
         """Push tangents of the state from the window's start to its end."""
         return self.vectors(window.push(self.leaves(vectors, dual=False))[0], dual=False)
 
-    def back(self, window: Window, rows: Rows) -> Rows:
-        """Pull rows of signals from the window's end back to its start."""
-        return self._pulled(window, rows, (), ())[0]
+    def back(
+        self, window: Window, rows: Rows, sites: Sequence[Weighted] = ()
+    ) -> tuple[Rows, dict[int, Array]]:
+        """Pull rows of signals from a window's end back to its start; also dL/dy of sites, (rows, time, *y).
+
+        From unit rows, the first is the full Jacobian.
+        """
+        start, _, dys, _ = self._pulled(window, rows, [w.site for w in sites], ())
+        return start, dys
 
     def _pulled(
         self,

@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 
 from .._compiler import CompilationError
-from .._rules import BPTT
-from .._rules import DNI as DNIRule
 from .._rules.signal import Bootstrapped
+from .._rules.without_traces import BPTT
+from .._rules.without_traces import DNI as DNIRule
 from .._types import Array, Function, Leaves, PyTree
 from .compiled_step import CompiledStep
 from .config import ETraceConfig

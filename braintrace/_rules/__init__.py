@@ -1,8 +1,6 @@
 """Learning rules: frozen values with pure functions over arrays."""
 
-from .bptt import BPTT as BPTT
 from .d_rtrl import D_RTRL as D_RTRL
-from .dni import DNI as DNI
 from .es_d_rtrl import ES_D_RTRL as ES_D_RTRL
 from .kf_rtrl import KF_RTRL as KF_RTRL
 from .presynaptic import Presynaptic as Presynaptic
@@ -24,3 +22,5 @@ from .signal import Modulator as Modulator
 from .signal import TargetProjection as TargetProjection
 from .snap import SnAp as SnAp
 from .uoro import UORO as UORO
+from .without_traces import BPTT as BPTT
+from .without_traces import DNI as DNI

@@ -100,13 +100,13 @@ class KF_RTRL(Estimate):
         def step(values: Values, window: Window) -> tuple[Values, tuple[()]]:
             if window.keep is not None:
                 values = self.forget(executor, values, ~window.keep[0])
-            H, dys = per.jacobian(window, [use.weighted for use in uses])
+            H, dys = per.back(window, per.unit_rows, [use.weighted for use in uses])
             H, inputs = finite(H), per.inputs(window)
             after: Values = {COUNT: values[COUNT] + 1}
             key = key_at(self.key, values[COUNT][0])
             for use in uses:
                 i = use.weighted.site.index
-                J = use.by_sample(dys[i])
+                J = use.by_sample(dys[i][:, 0])
                 x = {n: use.input(n, [a[0] for a in inputs[i]]) for n in use.layouts}
                 u = {n: values[use.key(n)] for n in use.layouts}
                 pushed = jnp.einsum("bnm,bm...->bn...", H.astype(_real(J)), values[use.key("A")])

@@ -247,7 +247,7 @@ class Pattern:
 
     def jacobian(self, window: Window) -> Float[Array, "samples n n"]:
         """The full Jacobian `H` of a step."""
-        pulled = self.per.back(window, _rows(self.state_colours, self.per))
+        pulled, _ = self.per.back(window, _rows(self.state_colours, self.per))
         found = pulled[:, self.state_colours]
         return self.per.shard_samples(finite(jnp.where(self.moves[None], found, jnp.zeros_like(found))))
 

@@ -1,6 +1,7 @@
-"""DNI: truncated BPTT in windows, with a learned estimate of dL/dh at the end of each.
+"""Rules without traces: BPTT over the whole sequence, and DNI in windows.
 
-    gradient = sum over windows of d(L in the window + <s(h[end]), h[end]>)/dw        s held fixed
+BPTT:  gradient = dL/dw through all steps
+DNI:   gradient = sum over windows of d(L in the window + <s(h[end]), h[end]>)/dw        s held fixed
 
 `s` estimates dL/dh[end] of all later losses. If it is exact, the sum is BPTT.
 """
@@ -18,15 +19,8 @@ from .rule import Flags, Rule, Values
 from .signal import PROPAGATED, Signal
 
 
-@dataclass(frozen=True)
-class DNI(Rule):
-    """Windows with a bootstrapped signal at their end, without traces."""
-
-    signal: Signal = PROPAGATED
-    any_window: ClassVar[bool] = False
-
-    def kind(self, windows: bool) -> RuleKind:
-        return RuleKind("DNI", windows=True, kept=False)
+class WithoutTraces(Rule):
+    """A rule that learns nothing from the steps before a window."""
 
     def start(self, executor: ETraceGraphExecutor) -> Values:
         return {}
@@ -39,3 +33,24 @@ class DNI(Rule):
 
     def forget(self, executor: ETraceGraphExecutor, values: Values, is_reset: Flags) -> Values:
         return {}
+
+
+@dataclass(frozen=True)
+class BPTT(WithoutTraces):
+    """The gradient of `jax.grad` through time, to compare with."""
+
+    back_through_time = True
+
+    def kind(self, windows: bool) -> RuleKind:
+        return RuleKind("BPTT", at_once=True)
+
+
+@dataclass(frozen=True)
+class DNI(WithoutTraces):
+    """Windows with a bootstrapped signal at their end, without traces."""
+
+    signal: Signal = PROPAGATED
+    any_window: ClassVar[bool] = False
+
+    def kind(self, windows: bool) -> RuleKind:
+        return RuleKind("DNI", windows=True, kept=False)
