@@ -30,7 +30,14 @@ from .._meshes import mesh_of
 from .._ops.axis_labels import Labels, Layout, align
 from .take_at import take_at
 from .trace_math import States, add_up, contract_states, promoted, states, times
-from .weight_gradients import PARTS, DeviceSplit, floating_factor, merge_leading_axes, product
+from .weight_gradients import (
+    PARTS,
+    DeviceSplit,
+    factor_over_time,
+    floating_factor,
+    merge_leading_axes,
+    product,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,9 +76,10 @@ class Slot:
             and self.group.hidden_paths == other.group.hidden_paths
         )
 
-    def factor(self, inputs: Sequence[Array]) -> tuple[Array, Labels] | None:
-        """The factor of the op with its labels."""
-        return floating_factor(self.layout, inputs, self.relation.site.output.aval.dtype)
+    def factor(self, inputs: Sequence[Array], over: Labels = ()) -> tuple[Array, Labels] | None:
+        """The factor `x` of the op with its labels, which begin with `over` (time); None if it has none."""
+        find = factor_over_time if over else floating_factor
+        return find(self.layout, inputs, self.relation.site.output.aval.dtype)
 
     @cached_property
     def _broadcast_axes(self) -> tuple[int, ...] | None:

@@ -26,9 +26,10 @@ from .._executor.sharding import full_sum, plus
 from .._executor.signals import KnownOutput
 from .._executor.slots import Slot
 from .._executor.trace_math import States, states, stored
+from .._executor.weight_gradients import TIME
 from .._executor.window import Record, Signals, Window
 from .._meshes import Spec
-from .._rules.chunk import over_time
+from .._ops.axis_labels import Labels
 from .._rules.deferred import deferred
 from .._rules.rule import Gradients, Rule, TraceRule, Values, add_to
 from .._rules.signal import PROPAGATED, learning_signals
@@ -376,12 +377,8 @@ class RuleStep:
         record = replace(record, local=local)
         assert record.signals is not None
         values, grads = self.trace_rule.chunk(self.slots, values, record, total, fresh=fresh, keep=keep)
-        for slot in self.slots:
-            if not slot.positions.complete:
-                key = (slot.relation.site.index, slot.name)
-                g = states(back[slot.group.index], 1)
-                twice = over_time(slot, record, weights[key[0]][key[1]], g)
-                grads[key] = grads[key] - twice.astype(grads[key].dtype)
+        for key, twice in self._counted_twice(back, local, (TIME,)).items():
+            grads[key] = grads[key] - twice.astype(grads[key].dtype)
         return self.arrays.constrained(values), grads
 
     def consts_of_weights(self, consts: Leaves) -> Leaves:
@@ -411,21 +408,24 @@ class RuleStep:
                 needed += group.num_state * at.map.size * site.output.aval.dtype.itemsize
         return int(size + 3 * needed)
 
-    def _counted_twice(self, signals: Signals, local: Local) -> Gradients:
+    def _counted_twice(self, signals: Signals, local: Local, over: Labels = ()) -> Gradients:
         """The within-step gradients `g J x` that both traces and pull-back contain, to be subtracted once.
 
         Where a trace covers only some of the paths from its site to the group, the step is differentiated
         without holding the weight fixed. The pull-back then has the gradient along all paths of this step,
-        and the contraction of signal and trace has that along the covered paths once more.
+        and the contraction of signal and trace has that along the covered paths once more. All arrays but the
+        weights have leading axes `over` (time), which are summed.
         """
         grads: Gradients = {}
+        lead = len(over)
         for slot in self.slots:
             if not slot.positions.complete:
                 site = slot.relation.site.index
                 inputs, weight = local.inputs[site], local.weights[site][slot.name]
-                g = states(signals[slot.group.index], 0)
-                dy = slot.to_y(slot.pair(g, local.J[site, slot.group.index]))
-                add_to(grads, slot, slot.from_cotangent(slot.factor(inputs), dy, inputs, weight))
+                g, J = states(signals[slot.group.index], lead), local.J[site, slot.group.index]
+                dy = slot.to_y(slot.pair(g, J, lead), lead)
+                dw = slot.from_cotangent(slot.factor(inputs, over), dy, inputs, weight, over)
+                add_to(grads, slot, dw)
         return grads
 
 

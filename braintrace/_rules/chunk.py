@@ -20,10 +20,9 @@ from jaxtyping import Array
 from .._executor.backward import Backward
 from .._executor.sharding import full_sum, plus
 from .._executor.slots import Slot
-from .._executor.trace_math import Jacobian, States, add_up, promoted, stack
-from .._executor.weight_gradients import TIME, DeviceSplit, factor_over_time
+from .._executor.trace_math import Jacobian, add_up, promoted, stack
+from .._executor.weight_gradients import TIME
 from .._executor.window import Record, unroll
-from .._ops.axis_labels import Labels
 from .._types import PyTree
 from .rule import Gradients, TraceRule, Values, add_to
 
@@ -64,37 +63,18 @@ def chunk_gradient(
         assert q is not None
         assert start is not None
         parts = None if values is None else record.local.parts(slot, values[slot.key])
-        # the within-step gradient, once for each weight, joins the product over time
+        # `sum_s x[s] (J[s] q[s])`, which the within-step gradient joins once for each weight
         within = None if (site, slot.name) in grads else record.dys.get(site)
-        dw = record.local.as_partial_sums(slot, parts, over_time(slot, record, weight, q, parts, within))
+        dy = slot.to_y(slot.pair(q, record.local.J[site, k], 1), 1)
+        dy = dy if within is None else add_up(promoted(dy, within))
+        summed = slot.from_cotangent(slot.factor(inputs, (TIME,)), dy, inputs, weight, (TIME,), parts)
+        dw = record.local.as_partial_sums(slot, parts, summed)
         if values is not None:
             lifted = slot.lift(jnp.stack(start), [a[0] for a in inputs], 1)
             past = slot.contract(lifted, values[slot.key], parts)
             dw = plus(dw, record.local.as_partial_sums(slot, parts, past))
         add_to(grads, slot, full_sum(dw))
     return grads
-
-
-def over_time(
-    slot: Slot,
-    record: Record,
-    weight: Array,
-    signal: States,
-    parts: DeviceSplit | None = None,
-    within: Array | None = None,
-) -> Array:
-    """`sum_s x[s] (J[s] signal[s] + within[s])`; with `parts`, per-device partial sums."""
-    site = slot.relation.site.index
-    inputs = record.local.inputs[site]
-    J = record.local.J[site, slot.group.index]
-    dy = slot.to_y(slot.pair(signal, J, 1), 1)
-    dy = dy if within is None else add_up(promoted(dy, within))
-    return slot.from_cotangent(factors(slot, inputs), dy, inputs, weight, (TIME,), parts)
-
-
-def factors(slot: Slot, inputs: Sequence[Array]) -> tuple[Array, Labels] | None:
-    """The op's factor `x` at every step with its labels; None if it has none."""
-    return factor_over_time(slot.layout, inputs, slot.relation.site.output.aval.dtype)
 
 
 def chunk_traces(
@@ -118,7 +98,7 @@ def chunk_traces(
             new = _filtered(slot, record, weight, None if values is None else values[slot.key])
         else:
             decay, lifted = affine_terms(slot, record, products)
-            new = slot.instant(factors(slot, inputs), lifted, weight, (TIME,))
+            new = slot.instant(slot.factor(inputs, (TIME,)), lifted, weight, (TIME,))
             if values is not None:
                 new = add_up(promoted(slot.decay(decay, values[slot.key]), new))
         result[slot.key] = new.astype(like[slot.key].dtype)
@@ -141,7 +121,7 @@ def _filtered(slot: Slot, record: Record, weight: Array, before: Array | None) -
     assert D is not None
     decay = jnp.moveaxis(slot.lift_decay(stack(D), [a[0] for a in inputs], 3), 2, 0)
     J = jax.vmap(slot.lift_instant, (1, 0))(jnp.stack(record.local.J[site, k]), list(inputs))
-    x = factors(slot, inputs)
+    x = slot.factor(inputs, (TIME,))
 
     def now(J: Array, one: Any) -> Array:
         return slot.instant(None if x is None else (one, x[1][1:]), J, weight)

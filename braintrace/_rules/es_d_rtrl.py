@@ -28,7 +28,6 @@ from .._executor.weight_gradients import TIME
 from .._executor.window import Record, Signals, unroll
 from .._ops.axis_labels import Labels
 from .._types import Array, Options, PyTree
-from .chunk import factors
 from .rule import Flags, Gradients, Shapes, TraceRule, Values, add_all, add_to, kind_of
 from .signal import PROPAGATED, Signal
 
@@ -287,7 +286,7 @@ def input_of(slot: Slot, local: Local, over: Labels = ()) -> Array | None:
     if slot.layout.x is None:
         return None
     inputs = local.inputs[slot.relation.site.index]
-    found = (inputs[0],) if is_inexact(inputs[0]) else _factor(slot, inputs, over)
+    found = (inputs[0],) if is_inexact(inputs[0]) else slot.factor(inputs, over)
     assert found is not None
     return found[0]
 
@@ -299,11 +298,7 @@ def factor_of(
     if average is None:
         return None
     if is_inexact(inputs[0]):
-        return _factor(slot, [average, *inputs[1:]], over)
-    factor = _factor(slot, inputs, over)
+        return slot.factor([average, *inputs[1:]], over)
+    factor = slot.factor(inputs, over)
     assert factor is not None
     return average, factor[1]
-
-
-def _factor(slot: Slot, inputs: Sequence[Array], over: Labels) -> tuple[Array, Labels] | None:
-    return factors(slot, inputs) if over else slot.factor(inputs)
