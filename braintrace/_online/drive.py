@@ -266,11 +266,11 @@ class Drive:
         at_call: AtCall | None = None,
         boundary: Boundary | None = None,
         at_starts: tuple[Leaves, Leaves] = ([], []),
-    ) -> tuple[tuple[Leaves, PyTree], tuple[Leaves, Recorded, PyTree]]:
+    ) -> tuple[tuple[Leaves, PyTree], tuple[Leaves, Recorded]]:
         """Scan over steps without traces, differentiable along all paths; `boundary` forms windows.
 
         Returns the carry (the moving leaves, and the projection's pairs) after the last step and, for each
-        step, its outputs, what the call of the learner read and computed, and the boundary's loss.
+        step, its outputs, and what the call of the learner read and computed.
         """
         step = self.step
 
@@ -291,11 +291,8 @@ class Drive:
             leaves = self.with_resets(start, self.leaves_now(start, moving, wanted), reset)
             targets = [*step.outs, *(step.new[i] for i in step.moving)]
             results = step.run(start.consts, slices, leaves, targets, at_call or outputs_only)
-            moving, found = results[len(step.outs) :], recorded[-1] if recorded else None
-            bootstrap: PyTree = ()
-            if boundary is not None and found is not None:
-                bootstrap = boundary.bootstrap_loss(moving, found.signal_inputs, edge)
-            return (moving, pairs), (results[: len(step.outs)], found, bootstrap)
+            found = recorded[-1] if recorded else None
+            return (results[len(step.outs) :], pairs), (results[: len(step.outs)], found)
 
         def several(
             carry: tuple[Leaves, PyTree], arrays: PyTree, mask: Array, reset: Array | None
@@ -347,7 +344,7 @@ class Drive:
     def _evolve_step_by_step(self, start: Start, sequence: Sequence) -> tuple[Leaves, Leaves]:
         def part(moving: Leaves, arrays: PyTree, mask: Array, reset: Array | None) -> tuple[Leaves, Leaves]:
             now = Part(jax.tree.leaves(arrays), mask, reset)
-            (moving, _), (outs, *_) = self.scan_steps(start, None, (moving, ()), now, {}, as_it_is)
+            (moving, _), (outs, _) = self.scan_steps(start, None, (moving, ()), now, {}, as_it_is)
             return moving, outs
 
         moving, outs = scan_parts(part, start.moving(self.step), sequence, sequence.length)
@@ -358,7 +355,7 @@ class Drive:
 
         def part(moving: Leaves, arrays: PyTree, mask: Array, reset: Array | None) -> tuple[Leaves, Leaves]:
             now = Part(jax.tree.leaves(arrays), mask, reset)
-            (after, _), (outs, recorded, _) = self.scan_steps(start, None, (moving, ()), now, {})
+            (after, _), (outs, recorded) = self.scan_steps(start, None, (moving, ()), now, {})
             values = step.traces_in(self.leaves_now(start, moving))
             window = self.window_of(start, moving, now, recorded)
             advance = lambda values, window: ({**values, **step.rule_step.advance(values, window)}, ())

@@ -23,12 +23,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Int
 
 from .._executor.pull_back import is_inexact
 from .._executor.window import BackwardPass, starts_of
-from .._rules.rule import Values
-from .._rules.signal import PROPAGATED
 from .._types import Array, Leaves, PyTree, Shape
 from .parts import Carry, Part, Start, add, masked_sum
 
@@ -37,17 +35,16 @@ if TYPE_CHECKING:
 
 
 class Edge(NamedTuple):
-    """The edges of windows at a step; of all steps of a part, with a leading time axis."""
+    """The start of a window at a step; of all steps of a part, with a leading time axis."""
 
     at_start: tuple[Leaves, Leaves]  # zeros whose cotangents are `λ - u` and `λ` before the step
     is_start: Bool[Array, "*time"]  # whether a window after the first starts
     pair: Int[Array, "*time"]  # number of its start among `starts[1:]`; 0, unused, in the first window
-    is_end: Bool[Array, "*time"]  # whether a window ends
 
 
 @dataclass(frozen=True, eq=False)
 class Boundary:
-    """The starts and ends of the windows of a part."""
+    """The starts of the windows of a part."""
 
     drive: Drive
     length: int  # number of steps of the part
@@ -59,10 +56,9 @@ class Boundary:
         return starts_of(self.length, self.drive.window_length or self.length)
 
     def edges(self, at_starts: tuple[Leaves, Leaves]) -> Edge:
-        """The edges of every step."""
-        t = np.arange(self.length)
-        is_start, is_end = np.isin(t, self.starts[1:]), np.isin(t + 1, [*self.starts, self.length])
-        return Edge(at_starts, is_start, np.maximum(np.cumsum(is_start) - 1, 0), is_end)  # type: ignore[arg-type]
+        """The `Edge` of every step."""
+        is_start = np.isin(np.arange(self.length), self.starts[1:])
+        return Edge(at_starts, is_start, np.maximum(np.cumsum(is_start) - 1, 0))  # type: ignore[arg-type]
 
     def enter(self, carry: tuple[Leaves, PyTree], edge: Edge) -> tuple[Leaves, PyTree]:
         """The leaves before a step; at the start of a window the projection splits their cotangents.
@@ -87,7 +83,7 @@ class Boundary:
             on = [jnp.where(is_start, u, c) for c, u in both]
             left = [jnp.where(is_start, c - u, jnp.zeros_like(c)) for c, u in both]
             at_start = left, found[: len(edge.at_start[1])]
-            return on, pairs, Edge(at_start, None, None, None)  # type: ignore[arg-type]
+            return on, pairs, Edge(at_start, None, None)  # type: ignore[arg-type]
 
         enter.defvjp(lambda leaves, pairs, edge: ((leaves, pairs), (edge.is_start, edge.pair)), backward)
         leaves, pairs = enter([moving[n] for n in self.carried], pairs, edge)
@@ -111,30 +107,12 @@ class Boundary:
         by_leaf = dict(zip((step.moving[n] for n in self.carried), cotangents, strict=True))
         return self.drive.at_carried(by_leaf, lead)
 
-    def bootstrap_loss(
-        self, moving: Leaves, signal_inputs: Values, edge: Edge
-    ) -> Float[Array, ""] | tuple[()]:
-        """A term `<s, h>` of the loss at a window's end, whose derivative in `h` is `s`.
-
-        `s` is the signal's estimate of dL/dh of later losses; without one, there is no term.
-        """
-        rule_step, at = self.drive.step.rule_step, dict(zip(self.drive.step.moving, moving, strict=True))
-        if rule_step.rule.signal == PROPAGATED or any(i not in at for i in self.drive.step.hidden):
-            return ()
-        pairs = zip(rule_step.info.hidden, self.drive.step.hidden, strict=True)
-        hidden = [h.of_leaf(at[i]) for h, i in pairs if i is not None]
-        found = rule_step.rule.signal.at_end(rule_step.executor, signal_inputs, hidden)
-        if found is None:
-            return ()
-        total = sum(jnp.sum(h * s).real.astype(float) for h, s in zip(hidden, found, strict=True))
-        return jnp.where(edge.is_end, total, 0)
-
 
 def back_through_time(drive: Drive, start: Start, carry: Carry, part: Part) -> tuple[Carry, Leaves]:
     """BPTT: one backward pass without boundaries, for a step that calls no learner."""
 
     def losses(wanted: Leaves) -> tuple[Array, tuple[Leaves, Leaves]]:
-        (moving, _), (outs, *_) = drive.scan_steps(start, wanted, (carry.moving, ()), part, {})
+        (moving, _), (outs, _) = drive.scan_steps(start, wanted, (carry.moving, ()), part, {})
         return masked_sum(outs[0], part.mask), (outs, moving)
 
     now = drive.leaves_now(start, carry.moving)
@@ -168,11 +146,17 @@ def in_windows(drive: Drive, start: Start, carry: Carry, part: Part) -> tuple[Ca
         moving = list(carry.moving)
         for n, leaf in zip(carried, carried_at_start, strict=True):
             moving[n] = leaf
-        (moving, pairs), (outs, recorded, bootstrap) = drive.scan_steps(
+        (moving, pairs), (outs, recorded) = drive.scan_steps(
             start, wanted, (moving, pairs), part, at_sites, boundary=boundary, at_starts=at_starts
         )
         loss = masked_sum(outs[0], part.mask)
-        loss = sum((jnp.sum(a).astype(loss.dtype) for a in jax.tree.leaves(bootstrap)), loss)
+        # an estimate `s` of dL/dh of later losses adds the term `<s, h>` at the end
+        by_leaf = dict(zip(step.moving, moving, strict=True))
+        end = [None if i is None else by_leaf.get(i) for i in step.carried]
+        signal_inputs = jax.tree.map(lambda a: a[-1], recorded.signal_inputs)
+        estimated = step.rule_step.at_end(signal_inputs, end) or [None] * len(end)
+        terms = [jnp.sum(h * s).real for h, s in zip(end, estimated, strict=True) if s is not None]
+        loss = sum((term.astype(loss.dtype) for term in terms), loss)
         recorded = recorded._replace(signal_inputs={})
         return (loss, pairs), (outs, moving, jax.lax.stop_gradient(recorded))
 

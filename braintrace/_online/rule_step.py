@@ -261,7 +261,7 @@ class RuleStep:
             # the backward pass needs the first step only
             first = jax.tree.map(lambda a: a[:1], (steps.args, steps.consts, steps.before, steps.ys))
             after = {**values, **self.advance(values, steps)}
-            estimated = self.at_end(values, new)
+            estimated = self.at_end(self.signal_inputs(values), _flat(new))
             return (results[:num], new, after), (pull, values, params, first, estimated)
 
         def backward(residuals: PyTree, cotangents: PyTree) -> tuple[PyTree, ...]:
@@ -291,19 +291,20 @@ class RuleStep:
         """The inputs of the learning signal (targets, modulators), which come with the rule's arrays."""
         return {k: values[k] for k in self.rule.signal.takes if k in values}
 
-    def at_end(self, values: Values, new: list[Leaves]) -> Leaves | None:
+    def at_end(self, signal_inputs: Values, new: Leaves) -> Leaves | None:
         """The signal's estimate of dL/dh of losses after a window, by carried leaf; None if it has none."""
-        at = {v: i for i, v in enumerate(a for e in self.info.carried for a in e.invars)}
-        flat, hidden = _flat(new), self.info.hidden
-        now = [h.of_leaf(flat[at[h.leaf]]) for h in hidden]
-        found = self.rule.signal.at_end(self.executor, self.signal_inputs(values), now)
+        at = {v: i for i, v in enumerate(self.info.carried_invars)}
+        now = [(h, at[h.leaf]) for h in self.info.hidden]
+        if self.rule.signal == PROPAGATED or any(new[i] is None for _, i in now):
+            return None
+        hidden = [h.of_leaf(new[i]) for h, i in now]
+        found = self.rule.signal.at_end(self.executor, signal_inputs, hidden)
         if found is None:
             return None
         by_leaf: dict[int, Array] = {}
-        for h, a in zip(hidden, found, strict=True):
-            i = at[h.leaf]
+        for (h, i), a in zip(now, found, strict=True):
             by_leaf[i] = h.in_leaf(a) + by_leaf[i] if i in by_leaf else h.in_leaf(a)
-        return [by_leaf.get(i) for i in range(len(flat))]
+        return [by_leaf.get(i) for i in range(len(new))]
 
     def inexact_outs(self, outs: Leaves) -> Leaves:
         return [a for a, v in zip(outs, self.info.out_atoms, strict=True) if is_inexact(v.aval)]
