@@ -94,7 +94,7 @@ def test_a_convolution_reaches_its_neighbours():
 
     learner = braintrace.SnAp(Step(images, {"k": (1, 1, 3)}, {"h": (2, 1, 9)}), 2)
     compiled(learner, jnp.zeros((2, 1, 9)))
-    pattern = learner.rule._pattern(learner.executor)
+    pattern = learner.rule._influence(learner.executor)
     assert np.array_equal(pattern.moves, np.abs(np.subtract.outer(np.arange(9), np.arange(9))) < 2)
 
 
