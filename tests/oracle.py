@@ -25,7 +25,7 @@ from jax.flatten_util import ravel_pytree
 
 from braintrace import ETPPrimitive
 from braintrace._compat import bind, remat_p
-from braintrace._rules.projection import fixed_basis
+from braintrace._executor.bases import fixed_basis
 from braintrace._rules.signs import key_at, signs
 
 _CALLS = {prims.jit_p: "jaxpr", remat_p: "jaxpr", prims.closed_call_p: "call_jaxpr"}

@@ -16,9 +16,8 @@ losses read.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import jax
@@ -26,17 +25,18 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from .._executor import bases
+from .._executor.bases import Covariance, precise_einsum
 from .._executor.per_sample import PerSample
 from .._executor.sharding import Spec
-from .._executor.trace_math import finite, promoted
-from .._executor.window import Window, starts_of, unroll, where_rows
+from .._executor.trace_math import promoted
+from .._executor.window import Window, starts_of, where_rows
 
 # A projection has arrays of its own (`start`, `lasting`). Over windows, `advance_basis` computes its
 # state after them and the pairs at their starts; `pair` picks one pair, `observed` returns the new arrays.
 Values = dict[str, Any]
 Rows = Float[Array, "*samples rank state"]
 Vectors = Float[Array, "samples state"]
-Covariance = Float[Array, "state sketch"]
 
 BASIS = "basis"
 TANGENT, AGE = "balance tangent", "balance age"
@@ -62,7 +62,7 @@ class Pushed:
 
     def pairs(self, per: PerSample, values: Values) -> Rows:
         """The pair at the start of the first window."""
-        found: Rows = per.shard_samples(_or_fixed_basis(per.shard_samples(values[BASIS])))
+        found: Rows = per.shard_samples(bases.or_fixed_basis(per.shard_samples(values[BASIS])))
         return found
 
     def pair(self, pairs: Rows, index: Any = None) -> tuple[Rows, Rows]:
@@ -76,9 +76,9 @@ class Pushed:
         def along(basis: Rows, window: Window) -> tuple[Rows, Rows]:
             if window.keep is not None:
                 basis = where_rows(window.keep[0], basis, jnp.zeros_like(basis))
-            basis = per.shard_samples(_or_fixed_basis(basis))
+            basis = per.shard_samples(bases.or_fixed_basis(basis))
             rows = jax.vmap(partial(per.push, window.without_first_reset), 1, 1)(basis)
-            return per.shard_samples(orthonormal(per.shard_samples(rows))), basis
+            return per.shard_samples(bases.orthonormal(per.shard_samples(rows))), basis
 
         after, pairs = window.scan_windows(size, along, per.shard_samples(values[BASIS]))
         return after, pairs[1:]
@@ -124,8 +124,8 @@ class Balanced:
         return {TANGENT: jnp.zeros((count, per.state_size), per.dtype), AGE: jnp.zeros((count,), per.dtype)}
 
     def lasting(self, per: PerSample, rank: int) -> Values:
-        first = jnp.asarray(fixed_basis(per.state_size, rank).T, per.dtype)
-        none = lambda: jnp.zeros((per.state_size, _sketch_size(per.state_size, rank)), per.dtype)
+        first = jnp.asarray(bases.fixed_basis(per.state_size, rank).T, per.dtype)
+        none = lambda: jnp.zeros((per.state_size, bases.sketch_size(per.state_size, rank)), per.dtype)
         # number of sequences, which seeds the change of the parameters; windows since the pair changed
         counts, turn = jnp.zeros((2,), jnp.int32), jnp.eye(len(first), dtype=per.dtype)
         return {BASIS: jnp.stack([first, first]), REACH: none(), READ: none(), COUNTS: counts, TURN: turn}
@@ -210,7 +210,7 @@ class Balanced:
             if vectors is None:
                 continue
             rows, before = per.replicated(vectors).reshape(-1, vectors.shape[-1]), values[key]
-            total = _outer(rows, rows, before)
+            total = bases.outer(rows, rows, before)
             if key == READ and pulled is not None:
                 total = total + self._read_later(per, values, pulled)
             average = before + (new * (each * total - before)).astype(before.dtype)
@@ -225,13 +225,13 @@ class Balanced:
         `pulled` are the rows of `S`, pulled back to the window's start.
         """
         _, t = values[BASIS]
-        inner = precise_einsum("qn,nr->qr", t, _operators(values[READ][None])[0](t.T))
+        inner = precise_einsum("qn,nr->qr", t, bases.operators(values[READ][None])[0](t.T))
         pulled = per.replicated(pulled)
         weighed = precise_einsum("qr,brn->bqn", inner, pulled)
         n = pulled.shape[-1]
-        found = _outer(pulled.reshape(-1, n), weighed.reshape(-1, n), values[READ])
+        found = bases.outer(pulled.reshape(-1, n), weighed.reshape(-1, n), values[READ])
         # an expanding window would let the average grow without bound
-        before, now = _trace(values[READ]) * per.samples.count, _trace(found)
+        before, now = bases.trace(values[READ]) * per.samples.count, bases.trace(found)
         return found * jnp.minimum(1, before / jnp.where(now == 0, 1, now))
 
 
@@ -257,11 +257,11 @@ def balanced(basis: Rows, reach: Covariance, read: Covariance) -> Rows:
     n = len(reach)
     # scaled, so that products of averages neither overflow nor underflow
     largest = jnp.stack([jnp.max(jnp.abs(average)) for average in (reach, read)])
-    scale, total = jnp.where(largest == 0, 1, largest), _trace(read)
+    scale, total = jnp.where(largest == 0, 1, largest), bases.trace(read)
     least = max(_LEAST, n * float(jnp.finfo(read.dtype).eps))
     level = jnp.where(total > 0, least / n * total / scale[1], 1)  # before any loss, `O` is the identity
-    by_reach, by_read = _operators(jnp.stack([reach, read]))
-    iterated = lambda _, t: _columns(by_reach(by_read(t) / scale[1] + level * t) / scale[0])
+    by_reach, by_read = bases.operators(jnp.stack([reach, read]))
+    iterated = lambda _, t: bases.orthonormal_columns(by_reach(by_read(t) / scale[1] + level * t) / scale[0])
     t = jax.lax.fori_loop(0, 2, iterated, basis[1].T)
     read_t = by_read(t)
     inner = precise_einsum("nq,nr->qr", t, read_t) / scale[1]
@@ -275,127 +275,8 @@ def balanced(basis: Rows, reach: Covariance, read: Covariance) -> Rows:
 
 
 _LEAST = 1e-6  # the regulariser of `O`, relative to its mean eigenvalue
-_DENSE = 256  # state size up to which averages are full matrices; above, a sketch is as good
-
-
-def _sketch_size(n: int, rank: int) -> int:
-    return n if n <= _DENSE else min(n, max(64, 8 * rank))
-
-
-@lru_cache
-def _test_columns(n: int, size: int) -> Any:
-    """The fixed random columns `Ω`, (n, size), of the sketch `C = M Ω` of a covariance `M`."""
-    return np.random.RandomState(1).standard_normal((n, size)).astype(np.float32) / np.sqrt(n)
-
-
-def _outer(
-    a: Float[Array, "*pairs k state"],
-    b: Float[Array, "*pairs k state"],
-    like: Float[Array, "*pairs state sketch"],
-) -> Float[Array, "*pairs state sketch"]:
-    """`aᵀ b`, or its sketch `aᵀ b Ω` if `like` is one."""
-    n, size = like.shape[-2:]
-    if size < n:
-        b = precise_einsum("...kn,nm->...km", b, jnp.asarray(_test_columns(n, size), b.dtype))
-    return precise_einsum("...kn,...km->...nm", a, b).astype(like.dtype)
-
-
-def _operators(
-    averages: Float[Array, "several state sketch"],
-) -> list[Callable[[Float[Array, "state rank"]], Float[Array, "state rank"]]]:
-    """The products of covariances with columns.
-
-    Of a sketch `C = M Ω` it is the product with the Nyström approximation `C (Ωᵀ C)⁻¹ Cᵀ` of `M`.
-    """
-    _, n, size = averages.shape
-    if size == n:
-        return [partial(precise_einsum, "nm,mr->nr", average) for average in averages]
-    core = precise_einsum("nm,snk->smk", jnp.asarray(_test_columns(n, size), averages.dtype), averages)
-    core = (core + jnp.swapaxes(core, 1, 2)) / 2
-    level = 1e-5 * jnp.trace(core, axis1=1, axis2=2) / size
-    level = jnp.where(level > 0, level, 1)
-    # rounding can make a core indefinite: the least of three levels is taken for which it is not
-    levels = level[:, None] * jnp.asarray([[1, 100, 10_000]], level.dtype)
-    roots = jnp.linalg.cholesky(
-        core[:, None] + levels[..., None, None] * jnp.eye(size, dtype=core.dtype)[None, None]
-    )
-    least = jnp.argmax(jnp.all(jnp.isfinite(roots), axis=(2, 3)), axis=1)
-    root = jnp.take_along_axis(roots, least[:, None, None, None], 1)[:, 0]
-    factors = jax.lax.linalg.triangular_solve(root, jnp.swapaxes(averages, 1, 2), left_side=True, lower=True)
-    return [partial(_by_factor, factor) for factor in factors]
-
-
-def _by_factor(
-    factor: Float[Array, "sketch state"], columns: Float[Array, "state rank"]
-) -> Float[Array, "state rank"]:
-    return precise_einsum("kn,kr->nr", factor, precise_einsum("kn,nr->kr", factor, columns))
-
-
-def _trace(average: Covariance) -> Any:
-    n, size = average.shape
-    if size == n:
-        return jnp.trace(average)
-    return precise_einsum("nm,nm->", jnp.asarray(_test_columns(n, size), average.dtype), average) * n / size
-
 
 BASES: dict[str, Pushed | Balanced] = {"balanced": Balanced(), "pushed": Pushed()}
-
-
-# -- bases -----------------------------------------------------------------------------------------
-
-
-@lru_cache
-def fixed_basis(state_size: int, size: int) -> Any:
-    """A fixed random orthonormal basis in columns, (state size, size), to start from."""
-    random = np.random.RandomState(0).standard_normal((state_size, min(state_size, size)))
-    return np.linalg.qr(random)[0]
-
-
-def _or_fixed_basis(basis: Rows) -> Rows:
-    """The basis, or the fixed one for samples whose basis is still zero."""
-    _, size, state_size = basis.shape
-    first = jnp.asarray(fixed_basis(state_size, size).T, basis.dtype)[None]
-    return jnp.where(jnp.any(basis != 0, axis=(1, 2), keepdims=True), basis, first)
-
-
-def orthonormal(rows: Rows) -> Rows:
-    """An orthonormal basis of the span of rows, for each sample, by Gram-Schmidt.
-
-    A small multiple of the fixed basis is added first: rows that a hard reset has made zero, or parallel to
-    others, are replaced by it instead of by 0/0.
-    """
-    _, size, state_size = rows.shape
-    if not size:  # parameters act on no carried state
-        return rows
-    rows = finite(rows)
-    rows = _unit(rows, -1) + _little(rows) * fixed_basis(state_size, size).T.astype(rows.dtype)[None]
-
-    def add(j: Any, basis: Any) -> Any:
-        row = jax.lax.dynamic_index_in_dim(rows, j, 1, keepdims=False)
-        for _ in range(2):  # the second time removes rounding errors of the first
-            row = row - precise_einsum("br,brn->bn", precise_einsum("brn,bn->br", basis, row), basis)
-            row = row / jnp.linalg.norm(row, axis=-1, keepdims=True)
-        return jax.lax.dynamic_update_index_in_dim(basis, row, j, 1)
-
-    found: Rows = jax.lax.fori_loop(0, size, add, jnp.zeros_like(rows), unroll=min(size, unroll()))
-    return found
-
-
-def _columns(columns: Float[Array, "state rank"]) -> Float[Array, "state rank"]:
-    """Orthonormalise columns, with the fixed basis in place of lost ones, as in `orthonormal`."""
-    n, size = columns.shape
-    fixed = jnp.asarray(fixed_basis(n, size), columns.dtype)
-    found: Array = jnp.linalg.qr(_unit(finite(columns), 0) + _little(columns) * fixed)[0]
-    return found
-
-
-def _little(a: Any) -> Any:
-    return jnp.sqrt(jnp.finfo(a.dtype).eps)
-
-
-def _unit(a: Any, axis: int) -> Any:
-    length = jnp.linalg.norm(a, axis=axis, keepdims=True)
-    return a / jnp.where(length == 0, 1, length)
 
 
 def along_rows(vectors: Vectors, rows: Rows) -> Float[Array, "samples rank"]:
@@ -413,9 +294,3 @@ def cross(vectors: Vectors, pair: tuple[Rows, Rows]) -> Vectors:
     shared = "bn,rn->br", "br,rn->bn"
     (along, back), (vectors, s, t) = each if s.ndim == 3 else shared, promoted(vectors, s, t)
     return jnp.einsum(back, jnp.einsum(along, vectors, t), s)
-
-
-def precise_einsum(axes: str, *arrays: Any) -> Array:
-    """`jnp.einsum` without tensor cores: the products are small, and bases must stay orthonormal."""
-    found: Array = jnp.einsum(axes, *promoted(*arrays), precision="highest")
-    return found

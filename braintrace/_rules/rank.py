@@ -21,6 +21,7 @@ import jax.numpy as jnp
 
 from .._compiler.errors import NotSupportedError
 from .._compiler.graph import TraceGraph
+from .._executor.bases import precise_einsum
 from .._executor.dense_influence import DenseInfluence
 from .._executor.executor import ETraceGraphExecutor
 from .._executor.kernel_matrices import AffineTermsOf, KernelMatrices
@@ -30,7 +31,7 @@ from .._executor.sharding import Gradient, Spec
 from .._executor.trace_math import finite
 from .._executor.window import BackwardPass, Crossing
 from .._types import Array, DTypeLike, Leaves, PyTree, Values
-from .projection import BASES, BASIS, TURN, Balanced, Pushed, along_rows, cross, precise_einsum
+from .projection import BASES, BASIS, TURN, Balanced, Pushed, along_rows, cross
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import braintrace
-from braintrace._executor import kernel_matrices, rows
+from braintrace._executor import bases, kernel_matrices, rows
 from braintrace._executor.per_sample import find_per_sample
 from braintrace._rules import projection
 
@@ -544,7 +544,7 @@ def covariances(n: int, ranks: tuple[int, int] = (10**6, 10**6)) -> Any:
 def test_a_balanced_pair_spans_the_leading_eigenvectors():
     n, rank = 12, 3
     reach, read = covariances(n)
-    basis = jnp.asarray(np.stack([projection.fixed_basis(n, rank).T] * 2))
+    basis = jnp.asarray(np.stack([bases.fixed_basis(n, rank).T] * 2))
     for _ in range(60):
         basis = projection.balanced(basis, jnp.asarray(reach), jnp.asarray(read))
     s, t = np.asarray(basis)
@@ -559,7 +559,7 @@ def test_a_balanced_pair_spans_the_leading_eigenvectors():
 def test_a_pair_from_nothing_read_or_nothing_reached_is_still_a_pair():
     n, rank = 6, 6
     none, (some, _) = jnp.zeros((n, n)), covariances(n, (2, 2))
-    basis = jnp.asarray(np.stack([projection.fixed_basis(n, rank).T] * 2))
+    basis = jnp.asarray(np.stack([bases.fixed_basis(n, rank).T] * 2))
     for reach, read in ((none, none), (none, some), (some, none), (some, some)):
         s, t = projection.balanced(basis, jnp.asarray(reach), jnp.asarray(read))
         np.testing.assert_allclose(s.T @ t, np.eye(n), atol=1e-8)  # all directions: the identity
@@ -570,7 +570,7 @@ def test_a_pair_in_float32_is_a_pair_where_little_is_read(rank):
     """What rounding leaves of a covariance of low rank is divided by small eigenvalues: not within `T`."""
     n = 24
     reach, read = (jnp.asarray(a, jnp.float32) for a in covariances(n, (n, 1)))
-    basis = jnp.asarray(np.stack([projection.fixed_basis(n, rank).T] * 2), jnp.float32)
+    basis = jnp.asarray(np.stack([bases.fixed_basis(n, rank).T] * 2), jnp.float32)
     for scale in (1e-30, 1, 1e30):  # products of averages would vanish or overflow
         s, t = projection.balanced(basis, np.float32(scale) * reach, np.float32(scale) * read)
         np.testing.assert_allclose(s @ t.T, np.eye(rank), atol=1e-4)
@@ -593,11 +593,11 @@ def test_a_sketch_of_a_low_rank_covariance_is_exact(monkeypatch):
     n, rank = 80, 2
     rows = np.random.RandomState(0).randn(5, n)
     columns = np.random.RandomState(1).randn(n, rank)
-    monkeypatch.setattr(projection, "_DENSE", 10)
-    like = jnp.zeros((n, projection._sketch_size(n, rank)))
+    monkeypatch.setattr(bases, "_DENSE", 10)
+    like = jnp.zeros((n, bases.sketch_size(n, rank)))
     assert like.shape == (n, 64)
-    sketch = projection._outer(jnp.asarray(rows), jnp.asarray(rows), like)
-    found = projection._operators(sketch[None])[0](jnp.asarray(columns))
+    sketch = bases.outer(jnp.asarray(rows), jnp.asarray(rows), like)
+    found = bases.operators(sketch[None])[0](jnp.asarray(columns))
     np.testing.assert_allclose(found, rows.T @ (rows @ columns), rtol=2e-3)
 
 
