@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
+from .._compat import Literal
 from .._compiler.evaluation import read, run
 from .._compiler.graph import TraceGraph
 from .._compiler.module_info import StateEntry
@@ -257,6 +258,15 @@ class ETraceGraphExecutor:
         relations = self.graph.hidden_param_op_relations
         weights = {v for r in relations for v in needs(program, r.site, r.site.made_from(r.layouts))}
         return weights | behind(program, gains)
+
+    def consts_of_weights(self, consts: Leaves) -> Leaves:
+        """The constants and literals of the model that effective weights and gains of readouts depend on."""
+        program = self.info.program
+        weights = [w for t in self.slots for w in t.relation.site.weights.values()]
+        weights += [a for h in self.info.hidden for a in h.coefficients]
+        atoms = [*weights, *(a for node in needed(program, weights) for a in node.inputs)]
+        numbers = [a.val for a in atoms if isinstance(a, Literal)]
+        return [*(c for v, c in zip(program.consts, consts, strict=True) if v in self.made_of), *numbers]
 
     def weights(self, params: Arrays, consts: Arrays) -> Effective:
         """The effective weights."""

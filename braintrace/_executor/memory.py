@@ -1,11 +1,18 @@
-"""The kind of a device, its memory, and numbers of bytes as text."""
+"""The kind of a device, its memory, what a step takes of it, and numbers of bytes as text."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import jax
+
+from .._compiler.dataflow import Flow, solve
+from .._types import Aval
+
+if TYPE_CHECKING:
+    from .executor import ETraceGraphExecutor
 
 
 def device_memory(devices: Sequence[jax.Device] = ()) -> int:
@@ -35,3 +42,28 @@ def show_bytes(count: float) -> str:
     while size >= 1024 and unit != "TiB":
         size, unit = size / 1024, next(units)
     return f"{size:.0f} {unit}" if size >= 100 or size == int(size) else f"{size:.1f} {unit}"
+
+
+def record_bytes(executor: ETraceGraphExecutor) -> int:
+    """A rough estimate of the bytes per step of a chunk: activations, and inputs of the trace update."""
+    program = executor.info.program
+    moving = {
+        *executor.info.arg_invars,
+        *(v for e in executor.info.entries if not e.is_fixed for v in e.invars),
+    }
+    computed, _ = solve(Flow[bool](), program, ((v, True) for v in moving))
+    size = sum(_bytes(v.aval) for v in computed if v not in program.inputs)
+    needed = 0  # times 3: recorded, propagated through time, and transposed for the product over time
+    for local in executor.groups:
+        each = local.group.num_state * _bytes(local.group.hidden_outvars[0].aval)
+        needed += each * max(local.group.num_state, local.num_pulled)
+    for relation in executor.graph.hidden_param_op_relations:
+        site = relation.site
+        needed += sum(_bytes(a.aval) for a in site.inputs[: site.num_inputs])
+        for group, at in zip(relation.hidden_groups, relation.position_maps, strict=True):
+            needed += group.num_state * at.map.size * site.output.aval.dtype.itemsize
+    return int(size + 3 * needed)
+
+
+def _bytes(aval: Aval) -> int:
+    return int(aval.size * aval.dtype.itemsize)

@@ -268,6 +268,20 @@ class Sharding:
         return tuple(result)
 
 
+def result_specs(
+    info: ModuleInfo, at: Sharding | None, groups: Sequence[HiddenGroup]
+) -> list[_meshes.Spec | None]:
+    """The partition specs of outputs and new carried leaves whose types do not have explicit sharding."""
+    olds = [*[None] * len(info.out_atoms), *info.carried_invars]
+    news = [*info.out_atoms, *(a for e in info.carried for a in e.outvars)]
+    known = (info.step.specs or ())[: len(info.out_atoms)]
+    found = [*known, *[None] * (len(news) - len(known))]
+    if at is None:
+        return found
+    each = zip(found, olds, news, strict=True)
+    return [s or at.of_result(old, tuple(new.aval.shape), groups) for s, old, new in each]
+
+
 @dataclass(frozen=True, eq=False)
 class PartialSums:
     """A gradient as per-device partial sums, along the first axis."""

@@ -68,7 +68,7 @@ def call(learner: ETraceAlgorithm, args: tuple[PyTree, ...], kwargs: Options) ->
             )
         leaves = leaves_of(compiled)
         compiled.shard_like(leaves, learner._inputs_of(compiled))
-        guards.weights.compare_consts(compiled.rule_step.consts_of_weights(consts))
+        guards.weights.compare_consts(compiled.rule_step.executor.consts_of_weights(consts))
         guards.weights.compare_masks(learner)
         window = tuple(stepped) if lengths else None
         signal = _signal(learner, given)

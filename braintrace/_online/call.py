@@ -14,6 +14,7 @@ import jax
 
 from .. import _compat, _meshes
 from .._compiler.errors import NotSupportedError
+from .._executor.sharding import result_specs
 from .._meshes import Spec
 from .._rules.rule import Values
 from .._types import Array, Aval, Leaves, PyTree
@@ -70,7 +71,9 @@ class Call:
         flat, tree = jax.tree.flatten((params, args, consts, carried))
         found = _meshes.typed(lambda *flat: step(*jax.tree.unflatten(tree, flat)), *flat)
         num = len(self.rule_step.info.out_atoms)
-        found = self.rule_step.result_specs if found is None else found
+        executor = self.rule_step.executor
+        groups = executor.graph.hidden_groups
+        found = result_specs(executor.info, executor.sharding, groups) if found is None else found
         outs: list[Spec | None] = [s if s is None else (*lead, *s) for s in found[:num]]
         return [*outs, *found[num:], *(kept[k] for k in sorted(kept))]
 

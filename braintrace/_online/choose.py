@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 
 from .._compiler.errors import NotSupportedError
-from .._executor.memory import on_gpu
+from .._executor.memory import on_gpu, record_bytes
 from .drive import Drive
 from .request import WindowSize
 from .rule_step import RuleStep
@@ -59,13 +59,14 @@ def choose(
             return Drive(step, min(size, sequence.length), "windows")
         num_windows, max_windows = -(-sequence.length // size), -(-(chunk_size or sequence.pace) // size)
         if chunk_size is None:
-            affordable = budget // max(1, size * rule_step.record_bytes())
+            affordable = _affordable(rule_step, budget) // size
             max_windows = even_chunks(num_windows, min(max_windows, affordable))
         part_length = min(max_windows * size, sequence.length)
         is_whole = part_length == sequence.length  # else later parts need traces, and do not start from zero
         keep, fresh = keep or not is_whole, is_whole and fresh
         return Drive(step, part_length, "windows", window_length=size, keep=keep, fresh=fresh)
-    size = int(min(chunk_size or _best_chunk(rule_step, sequence, budget), sequence.length))
+    best = even_chunks(sequence.length, min(sequence.pace, _affordable(rule_step, budget)))
+    size = int(min(chunk_size or best, sequence.length))
     # a loss that reads old states: in a chunk, even of one step, the signals at these come from the same
     # `vjp`; step by step, the step would be evaluated again (`Drive._before_call`)
     if obstacle is not None or (size == 1 and not step.reads_old_states):
@@ -76,12 +77,12 @@ def choose(
 
 def auto_window(rule_step: RuleStep, length: int, budget: int) -> int:
     """The longest window whose activations fit into `budget` bytes."""
-    return even_chunks(length, budget // max(1, rule_step.record_bytes()))
+    return even_chunks(length, _affordable(rule_step, budget))
 
 
-def _best_chunk(rule_step: RuleStep, sequence: Sequence, budget: int) -> int:
-    """The size of about equal chunks whose records fit into `budget` bytes."""
-    return even_chunks(sequence.length, min(sequence.pace, budget // max(1, rule_step.record_bytes())))
+def _affordable(rule_step: RuleStep, budget: int) -> int:
+    """The number of steps whose records fit into `budget` bytes."""
+    return budget // max(1, record_bytes(rule_step.executor))
 
 
 def _unroll(rule_step: RuleStep) -> int:

@@ -15,10 +15,7 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 
-from .._compat import Literal
-from .._compiler.dataflow import Flow, solve
 from .._compiler.errors import NotSupportedError
-from .._compiler.slices import needed
 from .._compiler.step import Path
 from .._executor.executor import ETraceGraphExecutor, Local
 from .._executor.pull_back import is_inexact, pull_back
@@ -28,12 +25,11 @@ from .._executor.slots import Slot
 from .._executor.trace_math import States, states, stored
 from .._executor.weight_gradients import TIME
 from .._executor.window import Record, Signals, Window
-from .._meshes import Spec
 from .._ops.axis_labels import Labels
 from .._rules.deferred import deferred
 from .._rules.rule import Gradients, Rule, TraceRule, Values, add_to
 from .._rules.signal import PROPAGATED, learning_signals
-from .._types import Array, Aval, Leaves, PyTree
+from .._types import Array, Leaves, PyTree
 from .differentiated_once import differentiated_once
 from .rule_arrays import RuleArrays
 from .unseen_states import watched
@@ -95,20 +91,6 @@ class RuleStep:
     def trace_rule(self) -> TraceRule:
         assert isinstance(self.rule, TraceRule)
         return self.rule
-
-    @property
-    def result_specs(self) -> list[Spec | None]:
-        """The partition specs of outputs and new carried leaves whose types do not have explicit sharding."""
-        at, info = self.executor.sharding, self.info
-        olds = [*[None] * len(info.out_atoms), *(v for e in info.carried for v in e.invars)]
-        news = [*info.out_atoms, *(a for e in info.carried for a in e.outvars)]
-        known = (info.step.specs or ())[: len(info.out_atoms)]
-        found = [*known, *[None] * (len(news) - len(known))]
-        if at is None:
-            return found
-        groups = self.executor.graph.hidden_groups
-        each = zip(found, olds, news, strict=True)
-        return [s or at.of_result(old, tuple(new.aval.shape), groups) for s, old, new in each]
 
     def advance(self, values: Values, window: Window) -> Values:
         """The rule's arrays after a window of steps."""
@@ -382,33 +364,6 @@ class RuleStep:
             grads[key] = grads[key] - twice.astype(grads[key].dtype)
         return self.arrays.constrained(values), grads
 
-    def consts_of_weights(self, consts: Leaves) -> Leaves:
-        """The constants and literals of the model that effective weights and gains of readouts depend on."""
-        program = self.info.program
-        weights = [w for t in self.slots for w in t.relation.site.weights.values()]
-        weights += [a for h in self.info.hidden for a in h.coefficients]
-        atoms = [*weights, *(a for node in needed(program, weights) for a in node.inputs)]
-        numbers = [a.val for a in atoms if isinstance(a, Literal)]
-        made_of = self.executor.made_of
-        return [*(c for v, c in zip(program.consts, consts, strict=True) if v in made_of), *numbers]
-
-    def record_bytes(self) -> int:
-        """A rough estimate of the bytes per step of a chunk: activations and inputs of the trace update."""
-        program = self.info.program
-        moving = {*self.info.arg_invars, *(v for e in self.info.entries if not e.is_fixed for v in e.invars)}
-        computed, _ = solve(Flow[bool](), program, ((v, True) for v in moving))
-        size = sum(_bytes(v.aval) for v in computed if v not in program.inputs)
-        needed = 0  # times 3: recorded, propagated through time, and transposed for the product over time
-        for local in self.executor.groups:
-            each = local.group.num_state * _bytes(local.group.hidden_outvars[0].aval)
-            needed += each * max(local.group.num_state, local.num_pulled)
-        for relation in self.executor.graph.hidden_param_op_relations:
-            site = relation.site
-            needed += sum(_bytes(a.aval) for a in site.inputs[: site.num_inputs])
-            for group, at in zip(relation.hidden_groups, relation.position_maps, strict=True):
-                needed += group.num_state * at.map.size * site.output.aval.dtype.itemsize
-        return int(size + 3 * needed)
-
     def _counted_twice(self, signals: Signals, local: Local, over: Labels = ()) -> Gradients:
         """The within-step gradients `g J x` that both traces and pull-back contain, to be subtracted once.
 
@@ -445,7 +400,3 @@ def _add(a: Leaves, b: Leaves) -> Leaves:
 
 def _repeated(x: Array, length: int) -> Array:
     return jnp.broadcast_to(jnp.asarray(x)[None], (length, *jnp.shape(x)))
-
-
-def _bytes(aval: Aval) -> int:
-    return int(aval.size * aval.dtype.itemsize)

@@ -156,7 +156,7 @@ class UserStep:
             return "a step reads a trace"
         if any(self.new[i] is not after[k] for k, i in self.traces.items()):
             return "a step writes a trace"
-        if any(a in self._varying for a in variables(self.rule_step.consts_of_weights(consts))):
+        if any(a in self._varying for a in variables(self.rule_step.executor.consts_of_weights(consts))):
             return "a weight may change from step to step"
         return None
 
