@@ -7,7 +7,7 @@ the weights of a readout with memory, because errors reach its units directly.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -17,21 +17,26 @@ import numpy as np
 from jaxtyping import Float
 
 from .._compiler.errors import NotSupportedError
-from .._compiler.groups import HiddenGroup
 from .._compiler.leaky_readouts import find_readouts
-from .._compiler.program import Atom, Var, zeros
-from .._compiler.samples import Samples, find_samples
-from .._compiler.slices import values_of
-from .._executor.effective_weights import known_params
+from .._compiler.samples import find_samples
 from .._executor.executor import ETraceGraphExecutor
 from .._executor.group_readings import find_readings
-from .._executor.pull_back import is_inexact
+from .._executor.output_errors import (
+    at_states,
+    at_units,
+    check_readings,
+    flat_rows,
+    groups_of_errors,
+    places,
+    readout_slopes,
+    specs_of_matrices,
+    width_of,
+)
 from .._executor.sharding import Spec
 from .._executor.trace_math import States
 from .._executor.window import Signals
-from .._types import Array, ArrayLike, Aval, DTypeLike, Leaves, Options, PyTree, Shape, Values
+from .._types import Array, ArrayLike, Aval, Leaves, Options, PyTree, Values
 
-Matrix = Float[Array, "entries units"]
 Key = tuple[int, ...]
 
 
@@ -94,7 +99,7 @@ class Broadcast(BackPropagated):
     has_windows: ClassVar[bool] = False
 
     def specs(self, executor: ETraceGraphExecutor, shapes: Mapping[str, Aval]) -> dict[str, Spec]:
-        return _columns(executor, shapes)
+        return specs_of_matrices(executor, shapes)
 
 
 @dataclass(frozen=True)
@@ -113,9 +118,9 @@ class Feedback(Broadcast):
     words: ClassVar[str] = "random feedback"
 
     def start(self, executor: ETraceGraphExecutor) -> Values:
-        _check_readings(executor)
+        check_readings(executor)
         values = {}
-        for k, i, o, size, width, dtype in _places(executor):
+        for k, i, o, size, width, dtype in places(executor):
             key = _folded(self.key, k, i, o)
             B = jax.random.normal(key, (size, width), jnp.finfo(dtype).dtype) / np.sqrt(size)
             values[f"feedback:{o}->{k}.{i}"] = B.astype(dtype)
@@ -130,7 +135,7 @@ class Feedback(Broadcast):
         if not self.adaptive:
             return values
         result = dict(values)
-        for name, now in _readouts(executor, params, consts).items():
+        for name, now in readout_slopes(executor, params, consts).items():
             B, before = values[f"feedback:{name}"], values[f"readout:{name}"]
             moved = now + (1 - self.decay) * (B - before)
             changed = jnp.any(now != before) & values["readout:seen"]
@@ -140,7 +145,7 @@ class Feedback(Broadcast):
 
     def of(self, executor: ETraceGraphExecutor, values: Values, d_outs: Leaves, given: Options) -> Made:
         samples = find_samples(executor.info)
-        errors = {o: _rows(d, samples) for o, d in enumerate(d_outs)}
+        errors = {o: flat_rows(d, samples) for o, d in enumerate(d_outs)}
         return _projected(executor, values, errors)
 
 
@@ -161,7 +166,7 @@ class TargetProjection(Broadcast):
     words: ClassVar[str] = "a projection of the target"
 
     def start(self, executor: ETraceGraphExecutor) -> Values:
-        _check_readings(executor)
+        check_readings(executor)
         samples = find_samples(executor.info)
         if self.matrices is not None and len(self.matrices) != len(executor.graph.hidden_groups):
             raise ValueError(
@@ -169,8 +174,8 @@ class TargetProjection(Broadcast):
                 "groups of hidden states: give one for each, (targets, units)."
             )
         values = {}
-        for group in _broadcast_to(executor):
-            k, width = group.index, _width(group.varshape, samples)
+        for group in groups_of_errors(executor):
+            k, width = group.index, width_of(group.varshape, samples)
             for i, _ in enumerate(find_readings(executor.graph)[k]):
                 if self.matrices is None:
                     B = jax.random.normal(_folded(self.key, k, i, 0), (self.size, width)) / np.sqrt(self.size)
@@ -202,7 +207,7 @@ class Modulator(BackPropagated):
 
     def of(self, executor: ETraceGraphExecutor, values: Values, d_outs: Leaves, given: Options) -> Made:
         return {
-            g.index: _at_states(jnp.asarray(given["modulator"]), g.varshape, g.num_state, g.dtype)
+            g.index: at_states(jnp.asarray(given["modulator"]), g.varshape, g.num_state, g.dtype)
             for g in executor.graph.hidden_groups
         }
 
@@ -273,17 +278,6 @@ def times_mask(given: ArrayLike, mask: Array) -> Array:
     return jnp.where(mask == 0, jnp.zeros_like(value), value * mask)
 
 
-# -- matrices ------------------------------------------------------------------------------------------
-
-
-def _check_readings(executor: ETraceGraphExecutor) -> None:
-    if jax.tree.leaves([find_readings(executor.graph)]) and not any(find_readings(executor.graph).values()):
-        raise NotSupportedError(
-            "A signal cannot be broadcast: neither an output nor another state reads any hidden state. "
-            "Return what is read of them from the model's `update`."
-        )
-
-
 def _folded(key: Key, *numbers: int) -> Array:
     found = jnp.asarray(key, jnp.uint32)
     for n in numbers:
@@ -300,54 +294,8 @@ def as_key(key: ArrayLike | None) -> Key:
     return tuple(int(a) for a in np.asarray(key).ravel())
 
 
-def _broadcast_to(executor: ETraceGraphExecutor) -> list[HiddenGroup]:
-    """The groups to which errors are broadcast: all but readouts with memory."""
-    return [g for g in executor.graph.hidden_groups if g.index not in find_readouts(executor.graph)]
-
-
-def _places(executor: ETraceGraphExecutor) -> Iterator[tuple[int, int, int, int, int, DTypeLike]]:
-    """For each matrix: group, reading, output, and the sizes of output and group per sample."""
-    outs = [a.aval for a in executor.info.out_atoms if is_inexact(a.aval)]
-    samples = find_samples(executor.info)
-    for group in _broadcast_to(executor):
-        for i, _ in enumerate(find_readings(executor.graph)[group.index]):
-            for o, aval in enumerate(outs):
-                size, width = _width(aval.shape, samples), _width(group.varshape, samples)
-                yield group.index, i, o, size, width, group.dtype
-
-
-def _has_samples(shape: Shape, samples: Samples) -> bool:
-    axis = samples.axis
-    return axis is not None and not samples.mixed and len(shape) > axis and shape[axis] == samples.count
-
-
-def _width(shape: Shape, samples: Samples) -> int:
-    return int(np.prod(shape, dtype=int)) // (samples.count if _has_samples(shape, samples) else 1)
-
-
-def _rows(array: Array, samples: Samples) -> Float[Array, "samples entries"]:
-    """Flatten all but the batch axis; one row if there is none."""
-    if _has_samples(array.shape, samples):
-        array = jnp.moveaxis(array, samples.axis or 0, 0)
-        return array.reshape(samples.count, -1)
-    return array.reshape(1, -1)
-
-
 def _values_of(values: Values, prefix: str) -> list[Array]:
     return [v for k, v in values.items() if k.startswith(prefix)]
-
-
-def _columns(executor: ETraceGraphExecutor, shapes: Mapping[str, Aval]) -> dict[str, Spec]:
-    """Partition specs of matrices from outputs to units: columns as the units, if these are one axis."""
-    at, samples = executor.sharding, find_samples(executor.info)
-    assert at is not None
-    found: dict[str, Spec] = {}
-    for group in executor.graph.hidden_groups:
-        axes = [a for a in range(len(group.varshape)) if a != samples.axis]
-        column = at.of_group(group)[axes[0]] if len(axes) == 1 else None
-        names = (f"->{group.index}.{i}" for i, _ in enumerate(find_readings(executor.graph)[group.index]))
-        found |= {k: (None, column) for name in names for k in shapes if k.endswith(name) and ":" in k}
-    return {k: spec for k, spec in found.items() if len(shapes[k].shape) == 2}
 
 
 def _projected(
@@ -356,7 +304,7 @@ def _projected(
     """Project errors, of each sample or of all, to the readings of each group."""
     samples = find_samples(executor.info)
     found = {}
-    for group in _broadcast_to(executor):
+    for group in groups_of_errors(executor):
         k, shape = group.index, group.varshape
         each = []
         for i, _ in enumerate(find_readings(executor.graph)[k]):
@@ -365,53 +313,6 @@ def _projected(
                 for o, e in errors.items()
                 if (B := values.get(f"feedback:{o}->{k}.{i}")) is not None
             ]
-            each.append(_units(sum(terms[1:], terms[0]), shape, samples))
+            each.append(at_units(sum(terms[1:], terms[0]), shape, samples))
         found[k] = each
-    return found
-
-
-def _units(rows: Float[Array, "samples units"], shape: Shape, samples: Samples) -> Array:
-    """Reshape rows of units to the shape of a group."""
-    if not _has_samples(shape, samples):
-        return jnp.sum(rows, 0).reshape(shape) if rows.shape[0] > 1 else rows.reshape(shape)
-    axis = samples.axis or 0
-    rest = (*shape[:axis], *shape[axis + 1 :])
-    rows = jnp.broadcast_to(rows, (samples.count, rows.shape[1]))
-    return jnp.moveaxis(rows.reshape(samples.count, *rest), 0, axis)
-
-
-def _at_states(m: Array, shape: Shape, num: int, dtype: DTypeLike) -> Float[Array, "state ..."]:
-    """Broadcast a modulator to the states of a group."""
-    m = m.astype(dtype)
-    full = (num, *shape)
-    if m.shape == (*shape, num) and (m.shape != shape):
-        return jnp.moveaxis(m, -1, 0)
-    if m.shape == shape or m.ndim == 0:
-        return jnp.broadcast_to(m.reshape(1, *m.shape) if m.ndim else m, full)
-    if m.ndim == 1 and len(shape) > 1 and m.shape[0] == shape[0]:
-        return jnp.broadcast_to(m.reshape(1, -1, *[1] * (len(shape) - 1)), full)
-    raise ValueError(
-        f"The modulator has the shape {m.shape}; the hidden states have {shape}: give one number, one for "
-        "each sample, or an array of that shape."
-    )
-
-
-def _readouts(executor: ETraceGraphExecutor, params: Leaves, consts: Leaves) -> dict[str, Matrix]:
-    """The derivative of each output in each reading, per sample, at zero inputs and states."""
-    info, samples = executor.info, find_samples(executor.info)
-    known = {v: zeros(v) for v in (*info.arg_invars, *info.carried_invars)}
-    known.update(known_params(info, params, consts))
-    atoms = [a for a in info.out_atoms if is_inexact(a.aval)]
-    of_first = lambda array: _rows(array, samples)[0]
-    found = {}
-    for group in _broadcast_to(executor):
-        for i, v in enumerate(find_readings(executor.graph)[group.index]):
-            for o, atom in enumerate(atoms):
-
-                def out(read: Array, v: Var = v, atom: Atom = atom) -> Array:
-                    return of_first(values_of(info.program, [atom], {**known, v: read})[0])
-
-                row, pull = jax.vjp(out, zeros(v))
-                (pulled,) = jax.vmap(pull)(jnp.eye(row.size, dtype=row.dtype))
-                found[f"{o}->{group.index}.{i}"] = jax.vmap(of_first)(pulled).astype(group.dtype)
     return found
