@@ -158,33 +158,6 @@ class ETraceGraphExecutor:
         _, operands, env = run(program, [known[v] for v in program.inputs], at_site, ys, consts=known)
         return *self._results(env), env, operands
 
-    def perturbed(
-        self,
-        params: Arrays,
-        args: Arrays,
-        consts: Arrays,
-        carried: list[Arrays],
-        ys: Ys,
-        at_sites: SiteDeltas,
-    ) -> list[Arrays]:
-        """Evaluate the new states with perturbed outputs of sites, whose weights are held fixed.
-
-        `ys` are known outputs of sites, which are not computed again.
-        """
-
-        def at_site(
-            site: Site, given: tuple[KnownOutput | None, Array | None] | None, operands: Arrays
-        ) -> tuple[Array, None]:
-            y, more = given or (None, None)
-            if more is None:
-                return output(site, y, operands), None
-            return output(site, y, _weights_fixed(site, operands)) + more, None
-
-        known, program = self._known(params, args, consts, carried), self.info.program
-        ins = {i: (ys.get(i), at_sites.get(i)) for i in {*ys, *at_sites}}
-        _, _, env = run(program, [known[v] for v in program.inputs], at_site, ins, consts=known)
-        return self._results(env)[1]
-
     def outputs(
         self,
         params: Arrays,
@@ -192,29 +165,32 @@ class ETraceGraphExecutor:
         consts: Arrays,
         carried: list[Arrays],
         at_sites: SiteDeltas | None = None,
+        ys: Ys | None = None,
     ) -> tuple[Arrays, list[Arrays], dict[int, KnownOutput], dict[int, Arrays]]:
         """Evaluate a step: outputs, new states, outputs of sites for later evaluations, inputs of sites.
 
         Of the inputs, only those of sites perturbed in `at_sites` are returned; their weights are held fixed.
+        `ys` are known outputs of sites, which are not computed again.
         """
-        kept = self._sites_of_states
+        kept, at_sites, ys = self._sites_of_states, at_sites or {}, ys or {}
 
         def at_site(
-            site: Site, more: Array | None, operands: Arrays
+            site: Site, given: tuple[KnownOutput | None, Array | None] | None, operands: Arrays
         ) -> tuple[Array, tuple[KnownOutput | None, Arrays | None]]:
-            if more is not None:
-                operands = _weights_fixed(site, operands)
-            x = self._sent(site, operands)
+            y, more = given or (None, None)
+            operands = operands if more is None else _weights_fixed(site, operands)
+            x = self._sent(site, operands) if y is None else None
             operands = operands if x is None else [x, *operands[1:]]
-            out = output(site, None, operands)
+            out = output(site, y, operands)
             out = out if more is None else out + more
             inputs = None if more is None else operands[: site.num_inputs]
             return out, (KnownOutput(out, x) if site.index in kept else None, inputs)
 
         known, program = self._known(params, args, consts, carried), self.info.program
-        _, given, env = run(program, [known[v] for v in program.inputs], at_site, at_sites, consts=known)
-        ys = {i: y for i, (y, _) in given.items() if i in kept}
-        return *self._results(env), ys, {i: x for i, (_, x) in given.items() if x is not None}
+        ins = {i: (ys.get(i), at_sites.get(i)) for i in {*ys, *at_sites}}
+        _, given, env = run(program, [known[v] for v in program.inputs], at_site, ins, consts=known)
+        found = {i: y for i, (y, _) in given.items() if i in kept}
+        return *self._results(env), found, {i: x for i, (_, x) in given.items() if x is not None}
 
     @cached_property
     def _sites_of_states(self) -> set[int]:

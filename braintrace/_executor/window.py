@@ -236,8 +236,8 @@ class Window:
             for i, p in zip(others, some, strict=bool(some)):
                 params[i] = p
             at_sites = {s.index: p for s, p in zip(sites, added, strict=True)}
-            new = self.executor.perturbed(params, args, consts, jax.tree.unflatten(tree, rest), ys, at_sites)
-            after = jax.tree.leaves(new)
+            carried = jax.tree.unflatten(tree, rest)
+            after = jax.tree.leaves(self.executor.outputs(params, args, consts, carried, at_sites, ys)[1])
             return [after[i] for i in live]
 
         return function, [leaves[i] for i in live]
