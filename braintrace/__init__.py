@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from ._learners.trace_states import *
     from ._legacy import *
     from ._loading import *
-    from ._online.data import *
+    from ._online.arguments import *
     from ._ops import *
     from ._report.check import *
     from ._report.plan import *

@@ -140,9 +140,9 @@ class Slot:
     @property
     def labels(self) -> Labels:
         """The labels of the trace."""
-        return tuple(a for a in self.at if a not in self.layout.w) + self.varying(self.layout.w)
+        return tuple(a for a in self.at if a not in self.layout.w) + self._varying(self.layout.w)
 
-    def varying(self, labels: Labels) -> Labels:
+    def _varying(self, labels: Labels) -> Labels:
         """The labels of axes along which the trace varies."""
         return tuple(a for a in labels if a not in self.uniform)
 
@@ -281,7 +281,7 @@ class Slot:
 
         `over` are labels of axes (time) after the states in `J`, and first in the factor, that are summed.
         """
-        y, labels, summed = over + self.varying(self.y), self.labels, over + self.summed
+        y, labels, summed = over + self._varying(self.y), self.labels, over + self.summed
         if factor is None:
             q = jnp.sum(J, axis=tuple(1 + i for i, a in enumerate(y) if a in summed))
             result = _align_states(q, tuple(a for a in y if a not in summed), labels)
@@ -308,7 +308,7 @@ class Slot:
         if D is None:
             return jnp.zeros_like(trace)
         D, trace = promoted(D, trace)
-        n, at = self.group.num_state, self.varying(self.at)
+        n, at = self.group.num_state, self._varying(self.at)
         blocks = [[align(D[s, r], at, self.labels) for r in range(n)] for s in range(n)]
         if n == 1:
             return times(blocks[0][0][None], trace)
@@ -366,7 +366,7 @@ class Slot:
     def where(self, keep: Array, trace: Float[Array, "state ..."]) -> Float[Array, "state ..."]:
         """Reset the trace of the samples (the first hidden axis) for which `keep` is False."""
         kept = self.lift_decay(self._of_samples(keep)[None], self.relation.site.no_inputs, 1)
-        kept = jnp.broadcast_to(_align_states(kept, self.varying(self.at), self.labels), trace.shape)
+        kept = jnp.broadcast_to(_align_states(kept, self._varying(self.at), self.labels), trace.shape)
         return jax.lax.select(kept != 0, trace, jnp.zeros_like(trace))
 
     def where_instant(self, keep: Array, J: Array) -> Array:
@@ -376,7 +376,7 @@ class Slot:
 
     def where_input(self, keep: Array, x: Array) -> Array:
         """Reset samples of an array shaped as the first input of the op, or as its factor."""
-        axis = self.sample_axis
+        axis = self._sample_axis
         if axis is None:
             raise NotSupportedError(
                 f"Samples of the batch cannot be reset separately: the input of the op at "
@@ -386,7 +386,7 @@ class Slot:
         return jnp.where(keep.reshape(shape), x, jnp.zeros_like(x))
 
     @cached_property
-    def sample_axis(self) -> int | None:
+    def _sample_axis(self) -> int | None:
         """The batch axis of the first input or, if that is not floating, of the factor."""
         num = self.group.varshape[0]
         with jax.ensure_compile_time_eval():

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from .._frontends.modules import states_of
-from .._online.data import MultiStepData, SingleStepData, one_step, time_axes
+from .._online.arguments import MultiStepData, SingleStepData, one_step, time_axes
 from .._online.request import WindowSize, check_window
 from .._online.sequence import NeverCalledError
 from .._rules.rule import Rule, TraceRule, Values

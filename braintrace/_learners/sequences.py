@@ -23,8 +23,8 @@ from .._diagnostics.step_warnings import warn_of_paths
 from .._executor.pull_back import is_inexact
 from .._frontends.modules import by_path
 from .._frontends.pure import Pure, cut, traced_with
+from .._online.arguments import MultiStepData
 from .._online.choose import choose
-from .._online.data import MultiStepData
 from .._online.drive import Drive
 from .._online.sequence import NeverCalledError, Sequence, is_traced
 from .._online.user_step import UserStep

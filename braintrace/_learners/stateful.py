@@ -17,9 +17,8 @@ from .._compiler.step import Path
 from .._diagnostics.records import warn_of_options
 from .._executor.executor import ETraceGraphExecutor
 from .._frontends.modules import Mark, check_mark
-from .._online.arguments import split_static
+from .._online.arguments import one_step, split_static
 from .._online.choose import memory_budget
-from .._online.data import one_step
 from .._online.request import Request, WindowSize, check_chunk_size, check_window
 from .._online.sequence import Sequence
 from .._report.report import CompilationReport, ETraceGraph

@@ -31,7 +31,7 @@ from .._meshes import Spec
 from .._rules.rule import Flags, Gradients, Values
 from .._types import Array, Leaves, PyTree, Shape
 from .call import Call, Operands
-from .differentiated_once import differentiated_once
+from .guarded_derivatives import differentiated_once
 from .in_chunks import in_chunks
 from .in_windows import Boundary, Edge, back_through_time, in_windows
 from .parts import Carry, Part, Recorded, Start, add, finite_targets, masked_sum

@@ -30,9 +30,8 @@ from .._rules.deferred import deferred
 from .._rules.rule import Gradients, Rule, TraceRule, Values, add_to
 from .._rules.signal import PROPAGATED, learning_signals
 from .._types import Array, Leaves, PyTree
-from .differentiated_once import differentiated_once
+from .guarded_derivatives import differentiated_once, watched
 from .rule_arrays import RuleArrays
-from .unseen_states import watched
 
 StateDeltas = tuple[Leaves, Leaves]  # perturbations of the new and of the old hidden states
 StatesAndSites = tuple[

@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float
 
 from .. import _compat
 from .._types import Array, ArrayLike, PyTree
-from .data import SingleStepData
+from .arguments import SingleStepData
 
 Report = Callable[[int, int, PyTree], None]  # steps done, number of steps, carry
 Steps = tuple[tuple[PyTree, ...], Array, Array | None]  # arrays, mask and resets of consecutive steps

@@ -1,15 +1,37 @@
-"""A warning where a loss is differentiated at a hidden state that no output depends on."""
+"""Identities that act when a derivative is taken: one refuses second derivatives, one warns at unseen states."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import NoReturn
 
 import jax
 
+from .._compat import identity_primitive
+from .._compiler.errors import NotSupportedError
 from .._compiler.module_info import ModuleInfo
 from .._compiler.step import Path, show_path, show_paths
+from .._executor.pull_back import is_inexact
 from .._lines import warn_user
 from .._types import Array, Leaves, PyTree
+
+
+def differentiated_once(values: PyTree) -> PyTree:
+    """The identity on the operands of an online gradient, which raises if the gradient is differentiated."""
+    return jax.tree.map(lambda a: _once_p.bind(a) if is_inexact(a) else a, values)
+
+
+def _refuse(primals: PyTree, tangents: PyTree) -> NoReturn:
+    raise NotSupportedError(
+        "The online gradient of a step, or what `grad` or `etrace_grad` returned, is differentiated again, "
+        "as `jax.hessian` and meta-gradients do. It has no derivative: traces hold first derivatives of what "
+        "parameters did in earlier steps, and no second ones. Use back-propagation through time "
+        "(`braintrace.BPTT`, `rule=braintrace.rules.BPTT()`); or, where no second derivative is meant, cut "
+        "the path with `jax.lax.stop_gradient`."
+    )
+
+
+_once_p = identity_primitive("differentiated_once", _refuse)
 
 
 def watched(
