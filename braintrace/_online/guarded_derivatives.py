@@ -1,4 +1,4 @@
-"""Identities that act when a derivative is taken: one refuses second derivatives, one warns at unseen states."""
+"""Identities that act when a derivative is taken: one refuses a second one, one warns at unseen states."""
 
 from __future__ import annotations
 
