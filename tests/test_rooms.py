@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).parent.parent / "braintrace"
 # from the ground up; `braintrace/__init__.py` re-exports all of them
 CORE = "_types _compat _lines _meshes _precision _ops _compiler _executor _rules _online".split()
-SHELLS = """_diagnostics _report nn _frontends _train _learners rules tasks agents nir nnx _legacy
+SHELLS = """rules _diagnostics _report nn _frontends _train _learners tasks agents nir nnx _legacy
 _loading _cli __main__ __init__""".split()
 ROOMS = [*CORE, *SHELLS]
 FRAMEWORKS = {"brainstate", "brainunit", "flax", "equinox", "haiku"}

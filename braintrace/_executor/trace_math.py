@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from .._meshes import mesh_of
@@ -105,3 +106,27 @@ def finite(a: Any) -> Array:
     """Replace non-finite slopes by zero: a state at its initial value may have one (a root of zero)."""
     found: Array = jnp.where(jnp.isfinite(a), a, 0)
     return found
+
+
+_BLOCK = 64
+
+
+def filtered(decay: float, start: Array, x: Float[Array, "time ..."]) -> Float[Array, "time ..."]:
+    """`y[t] = decay y[t-1] + x[t]` with `y[-1] = start`: a product with powers of `decay`, block by block."""
+    length, block = x.shape[0], min(x.shape[0], _BLOCK)
+    start, x = promoted(start, x)
+    count = -(-length // block)
+    padded = jnp.pad(x.reshape(length, -1), ((0, count * block - length), (0, 0))).reshape(count, block, -1)
+    lags = np.arange(block)[:, None] - np.arange(block)
+    powers = jnp.asarray(np.where(lags >= 0, float(decay) ** np.maximum(lags, 0), 0), x.dtype)
+    # a product for each block: contracted with all blocks at once, XLA transposes them first
+    own = jnp.matmul(jnp.broadcast_to(powers, (count, block, block)), padded, precision="highest")
+    rise = jnp.asarray(float(decay) ** np.arange(1, block + 1), x.dtype)[:, None]
+
+    def body(before: Array, own: Array) -> tuple[Array, Array]:
+        y = own + rise * before[None]
+        return y[-1], y
+
+    first = start.reshape(-1)
+    _, y = jax.lax.scan(body, first, own) if count > 1 else body(first, own[0])
+    return y.reshape(count * block, *x.shape[1:])[:length]

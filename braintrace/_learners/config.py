@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import cast
 
-from .. import _rules as rules
+from .. import rules
 from .._executor.trace_recursion import Decay, Leak, Own, Recursion
 from .._online.request import check_choice
 from .._rules.rule import Rule

@@ -9,7 +9,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from .. import _rules as rules
+from .. import rules
 from .._frontends.pure import Pure
 from .._online.request import check_choice, check_chunk_size, split_loss
 from .._online.sequence import Sequence

@@ -23,8 +23,8 @@ from .._online.user_step import UserStep
 from .._report.check import GradientCheck, compare_gradients
 from .._report.plan import Layout, Plan, plan_learner
 from .._report.report import CompilationReport, ETraceGraph
-from .._rules import BPTT
 from .._rules.rule import Rule, Values
+from .._rules.without_traces import BPTT
 from .._types import ArrayLike, Aval, Key, Leaves, Mesh, Option, PyTree
 from .compiled_step import CompiledStep
 from .rule_choice import Rules, read_request, rules_to_compare

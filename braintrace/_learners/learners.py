@@ -11,7 +11,7 @@ from typing import ClassVar
 
 import jax.numpy as jnp
 
-from .. import _rules as rules
+from .. import rules
 from .._executor.trace_recursion import Own, Recursion
 from .._types import Options
 from .config import ETraceConfig

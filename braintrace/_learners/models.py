@@ -16,12 +16,12 @@ import brainstate
 import jax
 import jax.numpy as jnp
 
-from .. import _rules
 from .._executor.memory import device_memory
 from .._frontends.modules import Mark, read_module, read_states
 from .._online.request import WindowSize, check_chunk_size, split_loss
 from .._online.sequence import NeverCalledError, Sequence
 from .._report.plan import Layout, Plan
+from .._rules.d_rtrl import D_RTRL
 from .._train.batches import size_of
 from .._train.compare_rules import Problem, Train, compare_rules
 from .._train.comparison import Comparison
@@ -219,7 +219,7 @@ def plan(
         for path, state in model.states(brainstate.ParamState).items():
             states[path].value = jax.tree.map(of_param, state.value)
     function = read_module(twin, args)
-    learner = Learner(CompiledStep(function, _rules.D_RTRL(), "ops", None), function.carry.like)
+    learner = Learner(CompiledStep(function, D_RTRL(), "ops", None), function.carry.like)
     with warnings.catch_warnings(action="ignore"):
         _ = learner.graph
     given = {"rules": rules, "chunk_sizes": chunk_sizes, "memory_budget": memory_budget, **options}

@@ -16,7 +16,7 @@ from typing import ClassVar, Literal, NamedTuple
 import brainstate
 import jax.numpy as jnp
 
-from .. import _rules as rules
+from .. import rules
 from .._frontends.modules import Mark
 from .._online.request import WindowSize, check_choice
 from .._rules.bounds import Normalized

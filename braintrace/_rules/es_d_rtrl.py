@@ -15,14 +15,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from .._compiler.exactness import RuleKind
 from .._executor.executor import Local
 from .._executor.pull_back import is_inexact
 from .._executor.sharding import Sharding, Spec, plus
 from .._executor.slots import Slot
-from .._executor.trace_math import Jacobian, States, add_up, promoted, states, times
+from .._executor.trace_math import Jacobian, States, add_up, filtered, promoted, states, times
 from .._executor.trace_recursion import Recursion
 from .._executor.weight_gradients import TIME
 from .._executor.window import Record, Signals, unroll
@@ -184,7 +183,7 @@ class ES_D_RTRL(TraceRule):
         """The rule's arrays after every step, as `_split` returns them, and all after the last one."""
         local, start = record.local, _split(slots, values)
         by_state, by_input = {_state_key(t): t for t in slots}, {_input_key(t): t for t in slots}
-        inputs = {k: input_of(t, local, (TIME,)) for k, t in by_input.items() if k in values}
+        inputs: Options = {k: input_of(t, local, (TIME,)) for k, t in by_input.items() if k in values}
         each: Options = _counts(slots, values, record)
         if jax.default_backend() != "cpu" and record.keep is None:  # fewer and larger operations
             each.update({k: filtered(self.inp, values[k], v) for k, v in inputs.items()})
@@ -223,30 +222,6 @@ def _counts(slots: Sequence[Slot], values: Values, record: Record) -> Values:
         return counts, counts
 
     return jax.lax.scan(body, start, record.keep)[1]  # type: ignore[no-any-return]
-
-
-_BLOCK = 64
-
-
-def filtered(decay: float, start: Any, x: Any) -> Any:
-    """`y[t] = decay y[t-1] + x[t]` with `y[-1] = start`: a product with powers of `decay`, block by block."""
-    length, block = x.shape[0], min(x.shape[0], _BLOCK)
-    start, x = promoted(start, x)
-    count = -(-length // block)
-    padded = jnp.pad(x.reshape(length, -1), ((0, count * block - length), (0, 0))).reshape(count, block, -1)
-    lags = np.arange(block)[:, None] - np.arange(block)
-    powers = jnp.asarray(np.where(lags >= 0, float(decay) ** np.maximum(lags, 0), 0), x.dtype)
-    # a product for each block: contracted with all blocks at once, XLA transposes them first
-    own = jnp.matmul(jnp.broadcast_to(powers, (count, block, block)), padded, precision="highest")
-    rise = jnp.asarray(float(decay) ** np.arange(1, block + 1), x.dtype)[:, None]
-
-    def body(before: Any, own: Any) -> Any:
-        y = own + rise * before[None]
-        return y[-1], y
-
-    first = start.reshape(-1)
-    _, y = jax.lax.scan(body, first, own) if count > 1 else body(first, own[0])
-    return y.reshape(count * block, *x.shape[1:])[:length]
 
 
 def _instant(slot: Slot, local: Local) -> States:

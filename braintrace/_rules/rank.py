@@ -59,10 +59,6 @@ class Rank:
         store = self._store(executor)
         return {**self.basis.specs(store.per), **store.specs()}
 
-    def begin(self, executor: ETraceGraphExecutor, values: Values, *, fresh: bool) -> Values:
-        """The arrays at the start of a sequence, where a balanced pair is renewed; `fresh`: `V` is zero."""
-        return self.basis.renewed(values, fresh=fresh)
-
     def over_windows(
         self,
         executor: ETraceGraphExecutor,

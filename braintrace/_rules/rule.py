@@ -243,7 +243,7 @@ class TraceRule(Rule):
         return found if self.projection is None else {**found, **self.projection.lasting(executor)}
 
     def begin(self, executor: ETraceGraphExecutor, values: Values, *, fresh: bool) -> Values:
-        return values if self.projection is None else self.projection.begin(executor, values, fresh=fresh)
+        return values if self.projection is None else self.projection.basis.renewed(values, fresh=fresh)
 
     def advance(self, executor: ETraceGraphExecutor, values: Values, window: Window) -> Values:
         values = self._reset_at_start(executor, values, window)

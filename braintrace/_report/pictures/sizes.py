@@ -10,7 +10,8 @@ import jax
 from ..._compiler.graph import TraceGraph
 from ..._executor.executor import ETraceGraphExecutor
 from ..._executor.slots import Slot
-from ..._rules import D_RTRL, ES_D_RTRL
+from ..._rules.d_rtrl import D_RTRL
+from ..._rules.es_d_rtrl import ES_D_RTRL
 from ..._rules.rule import TraceRule, Values
 
 
