@@ -66,7 +66,7 @@ _HOMES = {
     "_learners.online": "online",
     "_learners.stateful": "ETraceAlgorithm ETraceVjpAlgorithm",
     "_learners.trace_states": "EligibilityTrace",
-    "_online.data": "MultiStepData SingleStepData",
+    "_online.arguments": "MultiStepData SingleStepData",
     "_legacy": (
         "ControlFlowPolicy ConvOp ElemWiseOp ElemWiseParam ETraceOp ETraceParam LoraOp MatMulOp NonTempParam "
         "SpMatMulOp"
