@@ -26,7 +26,7 @@ class Backward:
 def backward(record: Record, group: int, *, products: bool) -> Backward:
     """Pull the signals of a group back through a chunk; `products` of `D` are for the traces after it."""
     D = record.local.D[group]
-    if record.signals is None and record.old_signals is None:
+    if not record.has_signals:
         return Backward(None, None, None if D is None else _products(D))
     old: Any = None if record.old_signals is None else record.old_signals[group]
     g = jnp.zeros_like(old) if record.signals is None else record.signals[group]

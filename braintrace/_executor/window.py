@@ -52,6 +52,11 @@ class Record:
     dys: dict[int, Array] = field(default_factory=dict)
 
     @property
+    def has_signals(self) -> bool:
+        """Whether there is a loss."""
+        return self.signals is not None or self.old_signals is not None
+
+    @property
     def steps(self) -> Any:
         """The arrays with a time axis, for a scan."""
         return self.local.inputs, self.local.D, self.local.J, self.signals, self.old_signals, self.keep

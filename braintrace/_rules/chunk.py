@@ -18,11 +18,12 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from .._executor.backward import Backward
+from .._executor.executor import Local
 from .._executor.sharding import full_sum, plus
 from .._executor.slots import Slot
 from .._executor.trace_math import Jacobian, add_up, promoted, stack
 from .._executor.weight_gradients import TIME
-from .._executor.window import Record, unroll
+from .._executor.window import Record, Signals, unroll
 from .._types import PyTree
 from .rule import Gradients, TraceRule, Values, add_to
 
@@ -32,20 +33,21 @@ def step_by_step(
 ) -> tuple[Values, Gradients]:
     """The traces after a chunk and its summed gradients, by a scan over steps, for any rule."""
 
+    def gradient(values: Values, signals: Signals | None, local: Local) -> Gradients:
+        return {} if signals is None else rule.gradient(slots, values, signals, local)
+
     def body(carry: tuple[Values, Gradients], step: PyTree) -> tuple[tuple[Values, Gradients], None]:
         values, grads = carry
         local, signals, old, keep = record.one(step)
         values = values if keep is None else rule.reset(slots, values, keep)
-        found = rule.gradient(slots, values, old, local) if old is not None else {}
+        found = gradient(values, old, local)
         values = rule.update(slots, values, local)
-        for key, value in rule.gradient(slots, values, signals, local).items():
+        for key, value in gradient(values, signals, local).items():
             found[key] = found[key] + value if key in found else value
         return (values, {k: grads[k] + found[k].astype(grads[k].dtype) for k in grads}), None
 
-    first = jax.tree.map(lambda a: a[0], record.steps)
-    shapes = jax.eval_shape(
-        lambda v, s: rule.gradient(slots, v, record.one(s)[1], record.one(s)[0]), values, first
-    )
+    first = record.one(jax.tree.map(lambda a: a[0], record.steps))
+    shapes = jax.eval_shape(lambda values: gradient(values, first[1], first[0]), values)
     zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
     (values, grads), _ = jax.lax.scan(body, (values, zeros), record.steps)
     return values, grads

@@ -188,19 +188,12 @@ class D_RTRL(TraceRule):
         before = None if fresh else values
         dense = {t.group.index for t in slots if not t.uniform}
         found = {k: backward(record, k, products=keep and k in dense) for k in record.local.D}
-        grads = chunk_gradient(slots, before, record, found)
+        grads = chunk_gradient(slots, before, record, found) if record.has_signals else {}
         after = chunk_traces(slots, before, record, found, values) if keep else values
         return after, add_all(total, grads)
 
     def joins_within_step(self, length: int) -> bool:
         return self.bound is None and length > 1
-
-    def traces_after(self, slots: Sequence[Slot], values: Values, record: Record) -> Values:
-        if self.bound is not None:
-            return super().traces_after(slots, values, record)
-        record = record.cut_at_resets()
-        found = {k: backward(record, k, products=True) for k in record.local.D}
-        return chunk_traces(slots, values, record, found, values)
 
     def affine_terms(self, slots: Sequence[Slot], record: Record) -> dict[str, tuple[Any, Any]]:
         record = record.cut_at_resets()

@@ -88,10 +88,6 @@ class Deferred(D_RTRL):
         after, total = super().chunk(slots, values, record, total, fresh=fresh, keep=keep)
         return {**values, **after}, total
 
-    def traces_after(self, slots: Sequence[Slot], values: Values, record: Record) -> Values:
-        values = self._written(slots, values, record.local.sharding)
-        return {**values, **super().traces_after(slots, values, record)}
-
     def up_to_date(self, executor: ETraceGraphExecutor, values: Values) -> Values:
         return self._written(executor.slots, values, executor.sharding)
 

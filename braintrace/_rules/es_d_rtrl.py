@@ -152,9 +152,6 @@ class ES_D_RTRL(TraceRule):
                 result[_input_key(slot)] = slot.where_input(keep, values[_input_key(slot)])
         return result
 
-    def traces_after(self, slots: Sequence[Slot], values: Values, record: Record) -> Values:
-        return self._averages(slots, values, record.cut_at_resets())[1]
-
     def chunk(
         self,
         slots: Sequence[Slot],

@@ -11,7 +11,7 @@ implements these by functions of its traces alone, which a user's own rule defin
 | `forget` | `reset` | the arrays with some samples reset |
 
 The other methods have defaults. Sequences: `begin`, `any_window`, `several_windows_per_pass`, `projection`,
-`always_windows`, and of traces `chunk`, `joins_within_step`, `traces_after`,
+`always_windows`, and of traces `chunk`, `joins_within_step`,
 `affine_terms`, `correction`. Arrays that a reset keeps, random streams, and traces
 to read: `lasting`, `seeded`, `up_to_date`. Devices:
 `specs`, `trace_specs`, `gradient_by_device`. The graph and the report: `seen`, `kind`.
@@ -199,6 +199,7 @@ class TraceRule(Rule):
         """The traces after the steps in `record`, and their gradients, added to `total`.
 
         With `fresh`, the traces are zero before the chunk; without `keep`, they are not used after it.
+        Without a loss, the record has no signals, and there are no gradients.
         """
         from .chunk import step_by_step
 
@@ -208,16 +209,6 @@ class TraceRule(Rule):
     def joins_within_step(self, length: int) -> bool:
         """Whether `chunk` adds the gradients through `Record.dys`, for a chunk of this length."""
         return False
-
-    def traces_after(self, slots: Sequence[Slot], values: Values, record: Record) -> Values:
-        """The traces after the steps in `record`."""
-
-        def body(values: Values, step: Any) -> Any:
-            local, _, _, keep = record.one(step)
-            values = values if keep is None else self.reset(slots, values, keep)
-            return self.update(slots, values, local), None
-
-        return jax.lax.scan(body, values, record.steps)[0]
 
     def affine_terms(self, slots: Sequence[Slot], record: Record) -> dict[str, tuple[Any, Any]]:
         """`P` and `d` of each trace that the steps in `record` advance to `P trace + sum_t x[t] d[t]`.
@@ -269,7 +260,7 @@ class TraceRule(Rule):
         if window.length == 1:
             values = values if window.keep is None else self.reset(executor.slots, values, window.keep[0])
             return self.update(executor.slots, values, window.first)
-        return self.traces_after(executor.slots, values, window.record)
+        return self.chunk(executor.slots, values, window.record, {}, fresh=False, keep=True)[0]
 
     def past(self, executor: ETraceGraphExecutor, values: Values, signals: Leaves, window: Window) -> Leaves:
         at_groups = executor.widened(executor.at_groups(signals))
