@@ -8,7 +8,7 @@ vector (`UORO`). `C` mixes the rows over a window, and `A` is the influence that
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -25,6 +25,7 @@ from .trace_math import add_up, contract_states, promoted
 from .weight_gradients import row_axis
 
 Mixing = Float[Array, "samples new old"]
+ByLeaf = Mapping[int, Array]  # coefficients of rows for each parameter
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,22 +73,40 @@ class DenseInfluence:
         self,
         values: Values,
         added: Terms,
-        by: Sequence[tuple[DenseInfluence, Mixing]],
+        by: Sequence[tuple[DenseInfluence, Mixing | ByLeaf]],
         excluded: Sequence[int] = (),
     ) -> Values:
         """`V' = sum C V + A`; `by` are the influences whose rows act on these, with `C`."""
         after = {}
         for i, name in self.names.items():
             if i not in excluded:
-                each = [_mixed(C, values[v.names[i]], v._row_axis(i)) for v, C in by if i in v.names]
+                each = [_mixed(_of(C, i), values[v.names[i]], v._row_axis(i)) for v, C in by if i in v.names]
                 each += [added[i]] if i in added else []
                 new = add_up(promoted(*each)) if each else values[name]
                 after[name] = new.astype(values[name].dtype)
         return after
 
-    def gradients(self, values: Values, along: Float[Array, "samples rows"]) -> dict[int, Gradient]:
+    def gradients(self, values: Values, along: Float[Array, "samples rows"] | ByLeaf) -> dict[int, Gradient]:
         """`sum a V` over samples and rows, by leaf of the parameters."""
-        return {i: self._gradient(i, *promoted(along, values[name])) for i, name in self.names.items()}
+        each = {i: promoted(_of(along, i), values[name]) for i, name in self.names.items()}
+        return {i: self._gradient(i, *pair) for i, pair in each.items()}
+
+    def where_reached(self, values: Values, coefficients: Array) -> ByLeaf:
+        """Coefficients, (samples, ..., rows), with zeros at rows that are zero: slopes may be infinite there."""
+        kept = {i: values[name] for i, name in self.names.items()}
+
+        def cleared() -> dict[int, Array]:
+            found = {}
+            for i, rows in kept.items():
+                axes = tuple(a for a in range(1, rows.ndim) if a != self._row_axis(i))
+                reached = jnp.any(rows != 0, axis=axes)
+                lead = (len(reached), *[1] * (coefficients.ndim - 2), reached.shape[1])
+                found[i] = jnp.where(reached.reshape(lead), coefficients, 0)
+            return found
+
+        # finding the rows that are zero takes a pass over all of them
+        is_finite = jnp.all(jnp.isfinite(coefficients))
+        return jax.lax.cond(is_finite, lambda: dict.fromkeys(kept, coefficients), cleared)  # type: ignore[no-any-return]
 
     def _gradient(self, leaf: int, along: Array, kept: Array) -> Gradient:
         axis, dtype = self._row_axis(leaf), self._aval(leaf).dtype
@@ -114,6 +133,10 @@ class DenseInfluence:
         """The arrays with zeros for the samples that `is_reset` flags."""
         kept = {name: values[name] for name in self.names.values()}
         return self.per.reset(kept, is_reset) if kept else {}
+
+
+def _of(coefficients: Array | ByLeaf, leaf: int) -> Array:
+    return coefficients[leaf] if isinstance(coefficients, Mapping) else coefficients
 
 
 _WRITTEN_OUT = 16  # rows up to which sums over them are unrolled; above, a matrix product is faster

@@ -22,7 +22,6 @@ from .._executor.dense_influence import DenseInfluence
 from .._executor.executor import ETraceGraphExecutor
 from .._executor.per_sample import find_per_sample
 from .._executor.sharding import Spec
-from .._executor.trace_math import finite
 from .._executor.weight_gradients import in_front
 from .._executor.window import Window, where_rows
 from .._types import Array, Leaves
@@ -57,12 +56,14 @@ class RTRL(Rule):
         if window.keep is not None:  # reset states do not depend on the state before
             values = self.forget(executor, values, ~window.keep[0])
         H, added = influence.per.pull(window, influence.per.unit_rows, in_front)
-        return influence.advanced(values, added, [(influence, finite(H))])
+        return influence.advanced(values, added, [(influence, influence.where_reached(values, H))])
 
     def past(self, executor: ETraceGraphExecutor, values: Values, signals: Leaves, window: Window) -> Leaves:
         influence = self._influence(executor)
-        signal = finite(influence.per.vectors(signals, dual=True))
-        found = influence.gradients(values, signal) if values else {}
+        if not values:
+            return [None] * len(window.params)
+        signal = influence.where_reached(values, influence.per.vectors(signals, dual=True))
+        found = influence.gradients(values, signal)
         return [found.get(i) for i in range(len(window.params))]
 
     def forget(self, executor: ETraceGraphExecutor, values: Values, is_reset: Flags) -> Values:
