@@ -92,7 +92,7 @@ class DenseInfluence:
         return {i: self._gradient(i, *pair) for i, pair in each.items()}
 
     def where_reached(self, values: Values, coefficients: Array) -> ByLeaf:
-        """Coefficients, (samples, ..., rows), with zeros at rows that are zero: slopes may be infinite there."""
+        """Coefficients (samples, ..., rows), zero at rows that are zero: slopes may be infinite there."""
         kept = {i: values[name] for i, name in self.names.items()}
 
         def cleared() -> dict[int, Array]:
