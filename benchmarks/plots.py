@@ -18,6 +18,9 @@ STYLES: dict[str, tuple[str, str, str]] = {
     m.D_AUTO: ("#0072B2", "o", "-"),
     m.D_CHUNK: ("#0072B2", "s", "--"),
     m.D_STEP: ("#0072B2", "^", ":"),
+    m.D_TEN: ("#009E73", "o", "-"),
+    m.D_RANK: ("#009E73", "s", "--"),
+    m.D_SGD: ("#0072B2", "v", ":"),
     m.ES_AUTO: ("#D55E00", "o", "-"),
     m.ES_CHUNK: ("#D55E00", "s", "--"),
     m.ES_STEP: ("#D55E00", "^", ":"),
@@ -30,7 +33,10 @@ BARS = (
     m.CHECKPOINT,
     m.D_AUTO,
     m.D_CHUNK,
+    m.D_TEN,
+    m.D_RANK,
     m.D_STEP,
+    m.D_SGD,
     m.YARD_D,
     m.ES_AUTO,
     m.ES_CHUNK,
@@ -62,6 +68,8 @@ def _lines(results: Results, sweep: str, path: Path) -> None:
     case = entries[0]["case"]
     for name, (color, marker, dash) in STYLES.items():
         found = [(e["case"][key], e["case"]["steps"], e["methods"].get(name, {})) for e in entries]
+        if not any(methods for *_, methods in found):
+            continue
         style: dict[str, Any] = {"color": color, "marker": marker, "linestyle": dash, "markersize": 5}
         style["label"] = report.label(name, case["chunk"])
         times = [(x, f["seconds"] / steps * 1e6) for x, steps, f in found if "seconds" in f]

@@ -94,7 +94,7 @@ GPU = (
     (GPU_GRU, m.D_STEP, m.FLOOR, 1.6),
     (GPU_GRU, m.D_SGD, m.FLOOR, 1.15),
     (GPU_GRU, m.D_SGD_BF16, m.FLOOR, 0.75),
-    (GPU_GRU, m.D_BF16, m.D_STEP, 0.6),
+    (GPU_GRU, m.D_BF16, m.FLOOR, 0.75),
     *((c, m.D_SGD, m.BPTT, 5.0) for c in GPU_NETS if c.net == "LSTM"),
     (GPU_FILTERED, m.D_STEP, m.ES_STEP, 1.1),
     (GPU_FILTERED, m.D_SGD, m.ES_SGD, 1.1),
