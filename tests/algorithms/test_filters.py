@@ -238,7 +238,7 @@ INTEGRATORS = {
 }
 
 
-@pytest.mark.parametrize("name", every(3, INTEGRATORS))
+@pytest.mark.parametrize("name", every(5, INTEGRATORS))
 @pytest.mark.parametrize("batched", [False, True])
 @jax.numpy_rank_promotion("allow")
 def test_traces_of_integrators_are_filtered_inputs(name, batched):

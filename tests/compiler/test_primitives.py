@@ -251,7 +251,7 @@ def test_every_rule_follows_every_primitive_or_says_that_it_does_not(kind):
     parts, rng = KINDS[kind], np.random.RandomState(0)
     draw = lambda *shape: jnp.asarray(rng.standard_normal(shape))
     params = {of: {n: draw(3, 3) for n in parts} for of in ("into", "within")}
-    carry, xs, weights = {n: 0.5 * draw(3, 3) for n in parts}, draw(3, 3, 3), draw(3)
+    carry, xs, weights = {n: 0.5 * draw(3, 3) for n in parts}, draw(4, 3, 3), draw(4)
 
     def part(name: str, m: Any) -> Any:
         y = jnp.ravel(parts[name](m))
