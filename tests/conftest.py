@@ -19,7 +19,7 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 # Tracing makes many objects that live as long as a test: look for cycles among them less often.
 gc.freeze()
-gc.set_threshold(50_000, 20, 20)
+gc.set_threshold(20_000, 10, 10)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

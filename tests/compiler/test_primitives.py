@@ -220,6 +220,9 @@ KINDS = {
 }
 
 
+LONG = {"random_gamma", "expm"}  # programs of many operations, which a step has once
+
+
 @pytest.mark.parametrize("name", ["solve", "third_party", "custom_root"])
 def test_what_a_derivative_reaches_is_found_where_the_value_does_not_show_it(name):
     """Of a function that hides what its value is made of, the pattern of the Jacobian."""
@@ -259,7 +262,9 @@ def test_every_rule_follows_every_primitive_or_says_that_it_does_not(kind):
 
     def step(p: Any, carry: Any, x: Any) -> Any:
         new = {
-            n: 0.3 * h + part(n, p["into"][n] + x) + 0.5 * part(n, h + 0.3 * p["within"][n])
+            n: 0.3 * h
+            + (part(n, p["into"][n] + x) if n not in LONG else p["into"][n] + x)
+            + 0.5 * part(n, h + 0.3 * p["within"][n])
             for n, h in carry.items()
         }
         return new, sum(jnp.sum(jnp.sin(h)) for h in new.values())
