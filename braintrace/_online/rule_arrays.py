@@ -7,6 +7,7 @@ from functools import cached_property, partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from .. import _meshes
 from .._executor.executor import ETraceGraphExecutor
@@ -93,7 +94,17 @@ class RuleArrays:
         return {k: sharding.put(v, specs[k]) if k in specs else v for k, v in values.items()}
 
 
-@partial(jax.jit, static_argnums=0)
 def _zeros(shapes: tuple[jax.ShapeDtypeStruct, ...]) -> list[Array]:
-    """Zeros of all shapes; eager `jnp.zeros` would compile a program for each."""
+    """Zeros of all shapes; small ones are sent from the host, where a program would have to be compiled."""
+    if sum(s.size for s in shapes) <= _FROM_HOST:
+        return [jax.device_put(np.zeros(s.shape, s.dtype)) for s in shapes]
+    return _zeros_on_device(shapes)
+
+
+_FROM_HOST = 2**16  # numbers
+
+
+@partial(jax.jit, static_argnums=0)
+def _zeros_on_device(shapes: tuple[jax.ShapeDtypeStruct, ...]) -> list[Array]:
+    """Zeros of all shapes by one program; eager `jnp.zeros` would compile one for each."""
     return [jnp.zeros(s.shape, s.dtype) for s in shapes]
