@@ -98,7 +98,8 @@ def _zeros(shapes: tuple[jax.ShapeDtypeStruct, ...]) -> list[Array]:
     """Zeros of all shapes; small ones are sent from the host, where a program would have to be compiled."""
     if sum(s.size for s in shapes) <= _FROM_HOST:
         return [jax.device_put(np.zeros(s.shape, s.dtype)) for s in shapes]
-    return _zeros_on_device(shapes)
+    found: list[Array] = _zeros_on_device(shapes)
+    return found
 
 
 _FROM_HOST = 2**16  # numbers
