@@ -24,7 +24,7 @@ from .oracle import Brute, bptt
 from .run import agree, difference, online
 from .zoo import Step
 
-EXAMPLES = int(os.environ.get("BRAINTRACE_FUZZ", "24"))
+EXAMPLES = int(os.environ.get("BRAINTRACE_FUZZ", "16"))
 SHARDS = 8  # each is a test of its own, so that they run side by side
 IN, N, BATCH, STEPS = 2, 4, 2, 3
 

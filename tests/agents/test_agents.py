@@ -72,7 +72,7 @@ class Influence:
         return y, grads
 
 
-@pytest.mark.parametrize("num_envs", [1, 2])
+@pytest.mark.parametrize("num_envs", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_actor_critic_equals_a_naive_version(num_envs: int) -> None:
     algorithm = ActorCritic(gamma=0.9, lam=0.8, critic_weight=0.5, entropy_weight=0.02)
     agent, state = make(algorithm, num_envs)
@@ -143,7 +143,7 @@ def test_q_learning_equals_a_naive_version() -> None:
     assert np.abs(theta).max() > 1e-3
 
 
-@pytest.mark.parametrize("num_envs", [1, 2])
+@pytest.mark.parametrize("num_envs", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_runs_go_on_where_they_ended(num_envs: int) -> None:
     agent, state = make(QRC(epsilon=lambda count: 1 / (1 + count)), num_envs)
     whole, steps = agent.run(state, 20)

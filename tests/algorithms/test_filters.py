@@ -119,7 +119,7 @@ def in_chunks(learner: Any, xs: list[Any], size: int | None) -> Any:
     return {tuple(map(str, k)): v for k, v in found.items()}
 
 
-@pytest.mark.parametrize("name", every(4, STEPS))
+@pytest.mark.parametrize("name", every(8, STEPS))
 def test_traces_follow_leaky_readouts_where_the_verdict_says_so(name):
     xs = [jnp.asarray(x) for x in np.random.RandomState(1).randn(6, 3)]
     truth = bptt(build(name), xs)
@@ -238,7 +238,7 @@ INTEGRATORS = {
 }
 
 
-@pytest.mark.parametrize("name", every(3, INTEGRATORS))
+@pytest.mark.parametrize("name", every(5, INTEGRATORS))
 @pytest.mark.parametrize("batched", [False, True])
 @jax.numpy_rank_promotion("allow")
 def test_traces_of_integrators_are_filtered_inputs(name, batched):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import brainstate
@@ -119,6 +119,25 @@ PACKED: dict[str, Any] = {
 
 
 FIRST, LAST = ("reset first", "reset stacked"), ("reset last",)
+OF_ADAPTIVE = {"w": (3, 4), "r": (4, 4), "leak": 4}
+START, *DRAWN = np.split(np.random.RandomState(0).randn(40), [16, 22, 28, 34])
+START, INPUTS = 0.3 * START.reshape(2, 2, 4), [jnp.asarray(x.reshape(2, 3)) for x in DRAWN]
+
+
+@cache
+def of_parts(rule: Any, window: int | None, first: Any, last: Any) -> Any:
+    """The gradient of two states, which are changed by `first` before a step and by `last` after it."""
+
+    def apart(p: Any, s: Any, x: Any) -> Any:
+        v, a = adaptive(p, first(s.v), first(s.a), x)
+        return {"v": last(v), "a": last(a)}, jnp.sin(v)
+
+    states = {"v": jnp.asarray(START[0]), "a": jnp.asarray(START[1])}
+    return online(rule(Step(apart, OF_ADAPTIVE, states)), INPUTS, window)
+
+
+def unchanged(h: Any) -> Any:
+    return h
 
 
 @pytest.mark.parametrize("form", every(5, PACKED))
@@ -136,25 +155,15 @@ FIRST, LAST = ("reset first", "reset stacked"), ("reset last",)
 )
 def test_a_packed_state_is_its_parts(form, rule, window):
     take, join = PACKED[form]
-    params = {"w": (3, 4), "r": (4, 4), "leak": 4}
-    rng = np.random.RandomState(0)
-    start = 0.3 * rng.randn(2, 2, 4)
-    xs = [jnp.asarray(rng.randn(2, 3)) for _ in range(4)]
-
-    def apart(p: Any, s: Any, x: Any) -> Any:
-        first, last = (reset if form in names else lambda h: h for names in (FIRST, LAST))
-        v, a = adaptive(p, first(s.v), first(s.a), x)
-        return {"v": last(v), "a": last(a)}, jnp.sin(v)
 
     def packed(p: Any, s: Any, x: Any) -> Any:
         v, a = adaptive(p, *take(s.h), x)
         return {"h": join([v, a], s.h)}, jnp.sin(v)
 
     in_a_row = form in ("set", "reshaped", "reset last")
-    whole = jnp.concatenate(start, -1) if in_a_row else join([*jnp.asarray(start)], None)
-    states = {"v": jnp.asarray(start[0]), "a": jnp.asarray(start[1])}
-    two = online(rule(Step(apart, params, states)), xs, window)
-    one = online(rule(Step(packed, params, {"h": whole})), xs, window)
+    whole = jnp.concatenate(START, -1) if in_a_row else join([*jnp.asarray(START)], None)
+    two = of_parts(rule, window, *(reset if form in names else unchanged for names in (FIRST, LAST)))
+    one = online(rule(Step(packed, OF_ADAPTIVE, {"h": whole})), INPUTS, window)
     assert agree(two, one, ROUND_OFF), difference(two, one)
 
 

@@ -44,14 +44,8 @@ def by_definition() -> list[Any]:
     exact = set(some(24, EXACT))
     names = [n for n in flat if CASES[n].kind != "complex" and (not CASES[n].exact or n in exact)]
     ways = [(1, 1), (3, 2), (3, 1), (1, 5), (1, 2), (3, 5)]
-    fast = set(some(40, names))
-    return [
-        pytest.param(
-            n, *ways[digest(n) // 100 % len(ways)], basis, marks=() if n in fast else pytest.mark.slow
-        )
-        for n in names
-        for basis in ("balanced", "pushed")
-    ]
+    ways = [(*way, basis) for basis in ("balanced", "pushed") for way in ways]
+    return every(30, [(n, *ways[digest(n) // 100 % len(ways)]) for n in names])
 
 
 @pytest.mark.parametrize(("name", "rank", "window", "basis"), by_definition())
@@ -70,9 +64,8 @@ def test_rank_equals_its_definition(name, rank, window, basis):
         leaves.append([n for n, p in enumerate(brute.f.state_paths) if p == path][i])
     pair = random_pair(samples.state_size, rank) if basis == "balanced" else None
     expected = brute.d_rtrl_rank(xs, window, rank, leaves, samples.axis, pair)
-    # Of each model one basis goes window by window too, and one in one pass; a call at a time would renew a
-    # balanced pair.
-    by_window = (digest(name) // 100 // 6 + (basis == "pushed")) % 2 == 0 and window < 5
+    # half of the models go window by window too; a call at a time would renew a balanced pair
+    by_window = digest(name) // 1200 % 2 == 0 and window < 5
     prepare = None if pair is None else partial(set_pair, pair)
     found = in_one_pass(learner, xs, prepare, chunk_size=window if by_window else None)
     assert agree(expected, found, 1e-9), difference(expected, found)
@@ -100,16 +93,8 @@ def with_all_directions() -> list[Any]:
     kinds = dict.fromkeys(c.kind for c in CASES.values())
     exact = {n for kind in kinds for n in some(3, [n for n in EXACT if CASES[n].kind == kind] or [""])}
     names = [n for n in CASES if (n in exact or n not in EXACT) and n not in WITH_WHILE]
-    fast = set(some(50, names))
-    return [
-        pytest.param(
-            n,
-            1 + (digest(n) // 100 % 4 == 0),
-            digest(n) // 100 % 16 < 4,
-            marks=() if n in fast else pytest.mark.slow,
-        )
-        for n in names
-    ]
+    hashes = {n: digest(n) // 100 for n in names}
+    return every(50, [(n, 1 + (h % 4 == 0), h % 16 < 4) for n, h in hashes.items()])
 
 
 @pytest.mark.parametrize(("name", "window", "apart"), with_all_directions())
@@ -213,7 +198,7 @@ def traces_of(learner: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("basis", ["balanced", "pushed"])
-@pytest.mark.parametrize("fresh", every(2, [True, False]))
+@pytest.mark.parametrize("fresh", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_one_pass_leaves_the_traces_that_a_pass_for_each_window_leaves(basis, fresh):
     (xs, ys), found = data(5), []
     flags = np.eye(5, 2, -1, dtype=bool)  # at the start of the second window, and in the midst of it
@@ -236,7 +221,7 @@ def test_one_pass_leaves_the_traces_that_a_pass_for_each_window_leaves(basis, fr
     assert agree(*found[-2:], 1e-10), difference(*found[-2:])
 
 
-@pytest.mark.parametrize("name", some(16, [n for n in CASES if n not in WITH_WHILE]))
+@pytest.mark.parametrize("name", every(5, some(16, [n for n in CASES if n not in WITH_WHILE])))
 def test_one_pass_of_any_model_leaves_the_same_traces(name):
     case, rank, found = CASES[name], 2, []
     window, basis = [(2, "balanced"), (3, "pushed"), (1, "balanced"), (2, "pushed")][digest(name) % 4]
@@ -291,8 +276,9 @@ def test_a_function_of_a_batch_is_mapped_over_it():
         traces = net.init(params, start)
         return net.grad(loss, params, start, traces, xs, ys, reduction="sum")[0]
 
-    found = run(start, xs, ys)
-    want = jax.tree.map(lambda g: jnp.sum(g, 0), jax.vmap(run, (0, 1, 1))(start, xs, ys))
+    found = jax.jit(run)(start, xs, ys)
+    each = jax.jit(jax.vmap(run, (0, 1, 1)))(start, xs, ys)
+    want = jax.tree.map(lambda g: jnp.sum(g, 0), each)
     assert agree(want, found, 1e-10), difference(want, found)
 
 
@@ -507,7 +493,7 @@ def test_a_window_in_the_kernel_of_a_gpu_is_a_window(cell, inputs, window, optio
 
 @pytest.mark.parametrize(
     ("size", "shape", "states", "length"),
-    [(2, (2, 33, 40), 1, 5), (1, (3, 32, 128), 0, 1), (9, (2, 16, 72), 1, 2)],
+    every(3, [(2, (2, 33, 40), 1, 5), (1, (3, 32, 128), 0, 1), (9, (2, 16, 72), 1, 2)]),
 )
 def test_the_kernel_of_rows(size, shape, states, length):
     samples, width, out = shape
@@ -545,8 +531,9 @@ def test_a_balanced_pair_spans_the_leading_eigenvectors():
     n, rank = 12, 3
     reach, read = covariances(n)
     basis = jnp.asarray(np.stack([bases.fixed_basis(n, rank).T] * 2))
+    balanced = jax.jit(projection.balanced)
     for _ in range(60):
-        basis = projection.balanced(basis, jnp.asarray(reach), jnp.asarray(read))
+        basis = balanced(basis, jnp.asarray(reach), jnp.asarray(read))
     s, t = np.asarray(basis)
     np.testing.assert_allclose(s @ t.T, np.eye(rank), atol=1e-10)
     values, vectors = np.linalg.eig(reach @ read)
@@ -560,8 +547,9 @@ def test_a_pair_from_nothing_read_or_nothing_reached_is_still_a_pair():
     n, rank = 6, 6
     none, (some, _) = jnp.zeros((n, n)), covariances(n, (2, 2))
     basis = jnp.asarray(np.stack([bases.fixed_basis(n, rank).T] * 2))
+    balanced = jax.jit(projection.balanced)
     for reach, read in ((none, none), (none, some), (some, none), (some, some)):
-        s, t = projection.balanced(basis, jnp.asarray(reach), jnp.asarray(read))
+        s, t = balanced(basis, jnp.asarray(reach), jnp.asarray(read))
         np.testing.assert_allclose(s.T @ t, np.eye(n), atol=1e-8)  # all directions: the identity
 
 
@@ -571,8 +559,9 @@ def test_a_pair_in_float32_is_a_pair_where_little_is_read(rank):
     n = 24
     reach, read = (jnp.asarray(a, jnp.float32) for a in covariances(n, (n, 1)))
     basis = jnp.asarray(np.stack([bases.fixed_basis(n, rank).T] * 2), jnp.float32)
+    balanced = jax.jit(projection.balanced)
     for scale in (1e-30, 1, 1e30):  # products of averages would vanish or overflow
-        s, t = projection.balanced(basis, np.float32(scale) * reach, np.float32(scale) * read)
+        s, t = balanced(basis, np.float32(scale) * reach, np.float32(scale) * read)
         np.testing.assert_allclose(s @ t.T, np.eye(rank), atol=1e-4)
 
 

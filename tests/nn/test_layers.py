@@ -140,7 +140,7 @@ def assert_close(a: Any, b: Any) -> None:
 
 
 @pytest.mark.parametrize("batch", [None, 2])
-@pytest.mark.parametrize("name", every(3, LAYERS))
+@pytest.mark.parametrize("name", every(6, LAYERS))
 def test_same_as_brainstate(name: str, batch: int | None) -> None:
     case = LAYERS[name]
     with jax.numpy_rank_promotion("allow"):  # brainstate relies on it
