@@ -18,9 +18,10 @@ from jaxtyping import Array, Bool, Float
 from .._compiler.step import name_of
 from .._meshes import mesh_of
 from .._types import Aval, DTypeLike, Values
+from .partial_sums import Gradient
 from .per_sample import PerSample, RowAxis
 from .per_sample_traces import Terms
-from .sharding import Gradient, PartialSums, Spec
+from .sharding import Spec
 from .trace_math import add_up, contract_states, promoted
 from .weight_gradients import row_axis
 
@@ -126,8 +127,7 @@ class DenseInfluence:
         if at is None or ways < 2:
             return jnp.sum(array, 0)
         parts = jnp.sum(array.reshape(ways, -1, *array.shape[1:]), 1)
-        spec = at.of_leaf(leaf)
-        return PartialSums(parts, at, None if spec is None else (lead, *spec))
+        return at.partial_sums(parts, lead, at.of_leaf(leaf))
 
     def reset(self, values: Values, is_reset: Bool[Array, " samples"]) -> Values:
         """The arrays with zeros for the samples that `is_reset` flags."""

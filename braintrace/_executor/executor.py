@@ -24,12 +24,13 @@ from .._types import Leaves as Leaves
 from .effective_weights import Effective, Weighted, effective_weights, known_params, needs
 from .group_readings import find_readings, slopes
 from .jacobian import LocalGroup
-from .sharding import Gradient, PartialSums, Sharding, full_sum
+from .partial_sums import Gradient, PartialSums, full_sum
+from .sharding import Sharding
 from .signals import KnownOutput, differentiable_step, output, reads_old_states
 from .slots import Slot, find_slots
 from .trace_math import Jacobian, States, stack
 from .trace_recursion import Recursion
-from .weight_gradients import PARTS, DeviceSplit, factors_over_time, find_weighted, product, pull_weights
+from .weight_gradients import factors_over_time, find_weighted, product, pull_weights
 
 Arrays = list[Array]
 Signals = dict[int, Float[Array, "state ..."]]  # dL/dh by group, at its positions
@@ -64,18 +65,6 @@ class Local:
             slot.factor(inputs),
             slot.lift_instant(jnp.stack(self.J[i, slot.group.index]), inputs),
         )
-
-    def parts(self, slot: Slot, trace: Array) -> DeviceSplit | None:
-        """How the batch axis of a trace is split over devices; None if it is not sharded."""
-        at = self.sharding
-        return None if at is None else at.parts(slot.layout, slot.labels, trace.shape[1:])
-
-    def as_partial_sums(self, slot: Slot, parts: DeviceSplit | None, dw: Array) -> Gradient:
-        """A gradient summed over each part of the batch, as per-device partial sums."""
-        if self.sharding is None or parts is None:
-            return dw
-        names = self.sharding.names(slot)
-        return PartialSums(dw, self.sharding, (self.sharding.batch, *(names.get(a) for a in slot.layout.w)))
 
 
 class ETraceGraphExecutor:
@@ -288,9 +277,8 @@ class ETraceGraphExecutor:
         factors, at = factors_over_time(layout, inputs, dy, rows=False), self.sharding
         dy, labels = factors[-1]
         parts = None if at is None else at.parts(layout, labels, dy.shape)
-        if at is None or parts is None:
-            return product(factors, layout.w)
-        return PartialSums(product([parts.of(*f) for f in factors], (PARTS, *layout.w)), at)
+        found = product(factors, layout.w, parts)
+        return found if parts is None else parts.sums(found)
 
     def _pull_partial_sums(self, pull: Callable[[Arrays], Leaves], given: list[Gradient]) -> Leaves:
         """Pull gradients back to the parameters, as per-device partial sums if all of them are."""
@@ -298,10 +286,8 @@ class ETraceGraphExecutor:
         if at is None or not parts or len(parts) < len(given):
             return pull([full_sum(g) for g in given])
         found = jax.vmap(pull)(parts)
-        specs = [at.of_leaf(i) for i in range(len(found))]
         return [
-            None if a is None else PartialSums(a, at, None if s is None else (at.batch, *s))
-            for a, s in zip(found, specs, strict=True)
+            None if a is None else at.partial_sums(a, at.batch, at.of_leaf(i)) for i, a in enumerate(found)
         ]
 
     def to_parameters(

@@ -11,10 +11,11 @@ from .._types import Array, Values
 from .dense_influence import DenseInfluence, Mixing
 from .matrices import Matrix
 from .memory import on_gpu
+from .partial_sums import Gradient
 from .per_sample import Vectors
 from .pulled_rows import PulledRows
 from .rows import fits, kernel_coefficients, step
-from .sharding import Gradient, Spec
+from .sharding import Spec
 from .slots import Slot
 from .window import Record, Window
 

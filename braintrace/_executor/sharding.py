@@ -8,14 +8,13 @@ never values.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import overload
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float
 
 from .. import _compat, _meshes
 from .._compiler.groups import HiddenGroup
@@ -25,9 +24,10 @@ from .._compiler.relation import HiddenParamOpRelation
 from .._compiler.samples import counting
 from .._ops.axis_labels import Labels, Layout
 from .._types import Array, Aval, DTypeLike, Mesh, PyTree, Shape
-from .slots import Slot
-from .trace_math import add_up, promoted
-from .weight_gradients import DeviceSplit
+from .partial_sums import DeviceSplit, PartialSums
+
+if TYPE_CHECKING:
+    from .slots import Slot
 
 AnyMesh = Mesh | jax.sharding.AbstractMesh
 MeshAxes = str | tuple[str, ...] | None  # that shard one array axis
@@ -201,13 +201,24 @@ class Sharding:
         found = {spec[0] for spec in self._groups.values() if spec and spec[0] is not None}
         return found.pop() if len(found) == 1 else None
 
-    def parts(self, layout: Layout, labels: Labels, shape: Shape) -> DeviceSplit | None:
-        """How the batch axis of an array with these labels is split over devices; None if it is not."""
+    def parts(
+        self, layout: Layout, labels: Labels, shape: Shape, names: Names | None = None
+    ) -> DeviceSplit | None:
+        """How the batch axis of an array with these labels is split over devices; None if it is not.
+
+        `names` are the mesh axes of the labels of the weight, if known.
+        """
         samples = next((a for a in layout.y if a not in layout.w), None)
         if self.batch is None or samples not in labels:
             return None
         ways = self.ways(self.batch, shape[labels.index(samples)])
-        return DeviceSplit(samples, ways) if ways > 1 else None
+        spec = None if names is None else tuple(names.get(a) for a in layout.w)
+        sums = partial(self.partial_sums, lead=self.batch, spec=spec)
+        return DeviceSplit(samples, ways, sums) if ways > 1 else None
+
+    def partial_sums(self, parts: Array, lead: MeshAxes, spec: Spec | None) -> PartialSums:
+        """A gradient as partial sums along the mesh axes `lead`; `spec` is that of the gradient, if known."""
+        return PartialSums(parts if spec is None else self.put(parts, (lead, *spec)))
 
     def of_leaf(self, number: int) -> Spec | None:
         """The spec of a parameter leaf, by its index."""
@@ -280,41 +291,6 @@ def result_specs(
         return found
     each = zip(found, olds, news, strict=True)
     return [s or at.of_result(old, tuple(new.aval.shape), groups) for s, old, new in each]
-
-
-@dataclass(frozen=True, eq=False)
-class PartialSums:
-    """A gradient as per-device partial sums, along the first axis."""
-
-    parts: Float[Array, "parts ..."]
-    at: Sharding
-    spec: Spec | None = None  # of `parts`, if it is known
-
-    @property
-    def sum(self) -> Array:
-        """The gradient: the sum over the devices."""
-        return jnp.sum(self.parts if self.spec is None else self.at.put(self.parts, self.spec), 0)
-
-
-Gradient = Array | PartialSums
-
-
-@overload
-def plus(a: Gradient, b: Gradient | None) -> Gradient: ...
-@overload
-def plus(a: Gradient | None, b: Gradient) -> Gradient: ...
-def plus(a: Gradient | None, b: Gradient | None) -> Gradient | None:
-    """Add two gradients (None is zero); the result is a partial sum if both are."""
-    if a is None or b is None:
-        return b if a is None else a
-    if isinstance(a, PartialSums) and isinstance(b, PartialSums) and a.parts.shape == b.parts.shape:
-        return replace(a, parts=add_up(promoted(a.parts, b.parts)))
-    return full_sum(a) + full_sum(b)
-
-
-def full_sum(a: Gradient) -> Array:
-    """The gradient, summed over devices if it is a partial sum."""
-    return a.sum if isinstance(a, PartialSums) else a
 
 
 def _sharding(v: Var, array: Array) -> tuple[AnyMesh, Spec] | None:

@@ -28,11 +28,11 @@ from .._compiler.relation import HiddenParamOpRelation, PositionMap
 from .._compiler.samples import counting
 from .._meshes import mesh_of
 from .._ops.axis_labels import Labels, Layout, align
+from .partial_sums import DeviceSplit, Gradient
+from .sharding import Sharding
 from .take_at import take_at
 from .trace_math import States, add_up, contract_states, promoted, states, times
 from .weight_gradients import (
-    PARTS,
-    DeviceSplit,
     factor_over_time,
     floating_factor,
     merge_leading_axes,
@@ -213,29 +213,31 @@ class Slot:
         inputs: Sequence[Array],
         weight: Array,
         over: Labels = (),
-        parts: DeviceSplit | None = None,
-    ) -> Array:
+        sharding: Sharding | None = None,
+    ) -> Gradient:
         """The weight gradient `sum x dy` from a cotangent of `y`, with the axes of the weight.
 
         `over` are labels of leading axes of `dy`, `inputs` and the factor (time), which are summed over. With
-        `parts`, the result has per-device partial sums in front.
+        `sharding`, it is per-device partial sums if the batch is sharded.
         """
         view = self.layout.view_y
         for _ in over:
             view = jax.vmap(view)
-        dy, y, w = view(dy, inputs), over + self.layout.y, self.layout.w
-        shape = self.layout.view_w(weight).shape
-        if parts is not None:
-            (dy, y), w, shape = parts.of(dy, y), (PARTS, *w), (parts.ways, *shape)
-        if factor is None:
-            summed = jnp.sum(dy, axis=tuple(i for i, a in enumerate(y) if a not in w))
-            result = align(summed, tuple(a for a in y if a in w), w)
-        else:
-            x, have = factor if parts is None else parts.of(*factor)
+        dy, y = view(dy, inputs), over + self.layout.y
+        parts, operands = self._parts(sharding, y, dy.shape), [(dy, y)]
+        if factor is not None:
+            x, have = factor
             if mesh_of(x, dy) is None:  # a batch axis merged with time would have to be gathered
-                x, have, dy, y = merge_leading_axes(x, have, dy, y, w)
-            result = product([(x, have), (dy, y)], w)
-        return jnp.broadcast_to(result, shape)
+                x, have, dy, y = merge_leading_axes(x, have, dy, y, self.layout.w)
+            operands = [(x, have), (dy, y)]
+        found, shape = product(operands, self.layout.w, parts), self.layout.view_w(weight).shape
+        if parts is None:
+            return jnp.broadcast_to(found, shape)
+        return parts.sums(jnp.broadcast_to(found, (parts.ways, *shape)))
+
+    def _parts(self, sharding: Sharding | None, labels: Labels, shape: tuple[int, ...]) -> DeviceSplit | None:
+        """How the batch axis of an array with these labels is split over devices; None if it is not."""
+        return None if sharding is None else sharding.parts(self.layout, labels, shape, sharding.names(self))
 
     def _lift_broadcast(self, q: Array, inputs: Sequence[Array], lead: int) -> Array:
         head = q.shape[:lead]
@@ -322,27 +324,23 @@ class Slot:
         )
 
     def contract(
-        self, g: Float[Array, "state ..."], trace: Float[Array, "state ..."], parts: DeviceSplit | None = None
-    ) -> Array:
+        self, g: Float[Array, "state ..."], trace: Float[Array, "state ..."], sharding: Sharding | None = None
+    ) -> Gradient:
         """`sum g trace`, with the axes of the weight; `g` is (S, *at).
 
-        With `parts`, the result has per-device partial sums in front.
+        With `sharding`, it is per-device partial sums if the batch is sharded.
         """
+        parts = self._parts(sharding, self.labels, trace.shape[1:])
         if self.uniform:
-            return self._product(g, trace, parts)
+            pairs = [(g, ("states", *self.at)), (trace, ("states", *self.labels))]
+            found = product(pairs, self.layout.w, parts)
+            return found if parts is None else parts.sums(found)
         g, trace = promoted(_align_states(self._covered(g, self.at, 1), self.at, self.labels), trace)
         if parts is None:
             return self.uncovered(self._contract(g, trace))
         axis = 1 + self.labels.index(parts.label)
         g, trace = (parts.split(a, axis) for a in (g, trace))
-        return self.uncovered(jax.vmap(self._contract, axis)(g, trace))
-
-    def _product(self, g: Array, trace: Array, parts: DeviceSplit | None) -> Array:
-        """`sum g trace` of a trace that lacks axes of the weight."""
-        pairs, w = [(g, ("states", *self.at)), (trace, ("states", *self.labels))], self.layout.w
-        if parts is not None:
-            pairs, w = [parts.of(*pair) for pair in pairs], (PARTS, *w)
-        return product(pairs, w)
+        return parts.sums(self.uncovered(jax.vmap(self._contract, axis)(g, trace)))
 
     def _contract(self, g: Array, trace: Array) -> Array:
         lead = 1 + len(self.labels) - len(self.layout.w)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -23,10 +22,11 @@ from .._compiler.provenance import provenance
 from .._ops.axis_labels import Labels, Layout, align
 from .._types import DTypeLike
 from .effective_weights import OfWeights, Weighted, effective_weights, known_params
+from .partial_sums import PARTS, DeviceSplit
 from .pull_back import pull_back
 from .trace_math import promoted
 
-TIME, ROWS, PARTS = "time", "rows", "parts"
+TIME, ROWS = "time", "rows"
 
 
 def find_weighted(info: ModuleInfo, traced: Sequence[Site]) -> list[Weighted]:
@@ -42,25 +42,6 @@ def find_weighted(info: ModuleInfo, traced: Sequence[Site]) -> list[Weighted]:
         if weights.paths and plain and known and told:
             found.append(Weighted(site, weights.varying, site.layouts(weights.varying, weights.paths)))
     return found
-
-
-@dataclass(frozen=True)
-class DeviceSplit:
-    """A batch axis split over devices, so that sums over it are per-device partial sums."""
-
-    label: str
-    ways: int
-
-    def of(self, array: Array, labels: Labels) -> tuple[Array, Labels]:
-        """Split the batch axis of an array; returns it with its labels."""
-        if self.label not in labels:
-            return array, labels
-        at = labels.index(self.label)
-        return self.split(array, at), (*labels[:at], PARTS, *labels[at:])
-
-    def split(self, array: Array, axis: int) -> Array:
-        """Split an axis into (parts, entries of each part)."""
-        return array.reshape(*array.shape[:axis], self.ways, -1, *array.shape[axis + 1 :])
 
 
 def row_axis(ndim: int) -> int:
@@ -102,8 +83,15 @@ def factors_over_time(
     return [*([] if factor is None else [factor]), (dy, y)]
 
 
-def product(operands: Sequence[tuple[Array, Labels]], want: Labels) -> Array:
-    """An einsum of arrays with axis labels, summed over the axes that are not in `want`."""
+def product(
+    operands: Sequence[tuple[Array, Labels]], want: Labels, parts: DeviceSplit | None = None
+) -> Array:
+    """An einsum of arrays with axis labels, summed over the axes that are not in `want`.
+
+    With `parts`, per-device partial sums of it, along the first axis.
+    """
+    if parts is not None:
+        operands, want = [parts.of(*pair) for pair in operands], (PARTS, *want)
     arrays = promoted(*(array for array, _ in operands))
     have = tuple(a for a in want if any(a in labels for _, labels in operands))
     pairs = [(array, labels) for array, (_, labels) in zip(arrays, operands, strict=True)]

@@ -24,8 +24,8 @@ import jax
 import jax.numpy as jnp
 
 from .. import _compat, _meshes
+from .._executor.partial_sums import full_sum
 from .._executor.pull_back import is_inexact
-from .._executor.sharding import full_sum
 from .._executor.window import Window, scan_once, where_rows
 from .._meshes import Spec
 from .._rules.rule import Flags, Gradients, Values

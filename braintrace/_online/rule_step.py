@@ -18,8 +18,8 @@ import jax.numpy as jnp
 from .._compiler.errors import NotSupportedError
 from .._compiler.step import Path
 from .._executor.executor import ETraceGraphExecutor, Local
+from .._executor.partial_sums import full_sum, plus
 from .._executor.pull_back import is_inexact, pull_back
-from .._executor.sharding import full_sum, plus
 from .._executor.signals import KnownOutput
 from .._executor.slots import Slot
 from .._executor.trace_math import States, states, stored

@@ -19,7 +19,7 @@ from jaxtyping import Array
 
 from .._executor.backward import Backward
 from .._executor.executor import Local
-from .._executor.sharding import full_sum, plus
+from .._executor.partial_sums import full_sum, plus
 from .._executor.slots import Slot
 from .._executor.trace_math import Jacobian, add_up, promoted, stack
 from .._executor.weight_gradients import TIME
@@ -34,7 +34,8 @@ def step_by_step(
     """The traces after a chunk and its summed gradients, by a scan over steps, for any rule."""
 
     def gradient(values: Values, signals: Signals | None, local: Local) -> Gradients:
-        return {} if signals is None else rule.gradient(slots, values, signals, local)
+        found = {} if signals is None else rule.gradient(slots, values, signals, local)
+        return {k: full_sum(dw) for k, dw in found.items()}
 
     def body(carry: tuple[Values, Gradients], step: PyTree) -> tuple[tuple[Values, Gradients], None]:
         values, grads = carry
@@ -64,17 +65,15 @@ def chunk_gradient(
         q, start = found[k].q, found[k].start
         assert q is not None
         assert start is not None
-        parts = None if values is None else record.local.parts(slot, values[slot.key])
+        sharding = None if values is None else record.local.sharding
         # `sum_s x[s] (J[s] q[s])`, which the within-step gradient joins once for each weight
         within = None if (site, slot.name) in grads else record.dys.get(site)
         dy = slot.to_y(slot.pair(q, record.local.J[site, k], 1), 1)
         dy = dy if within is None else add_up(promoted(dy, within))
-        summed = slot.from_cotangent(slot.factor(inputs, (TIME,)), dy, inputs, weight, (TIME,), parts)
-        dw = record.local.as_partial_sums(slot, parts, summed)
+        dw = slot.from_cotangent(slot.factor(inputs, (TIME,)), dy, inputs, weight, (TIME,), sharding)
         if values is not None:
             lifted = slot.lift(jnp.stack(start), [a[0] for a in inputs], 1)
-            past = slot.contract(lifted, values[slot.key], parts)
-            dw = plus(dw, record.local.as_partial_sums(slot, parts, past))
+            dw = plus(dw, slot.contract(lifted, values[slot.key], sharding))
         add_to(grads, slot, full_sum(dw))
     return grads
 

@@ -22,7 +22,6 @@ from .._executor.backward import backward
 from .._executor.executor import Local
 from .._executor.filtered_inputs import with_columns, with_filtered_inputs
 from .._executor.memory import on_gpu
-from .._executor.sharding import full_sum
 from .._executor.slots import Slot
 from .._executor.trace_math import add_up, promoted, stored
 from .._executor.trace_recursion import Recursion
@@ -157,19 +156,13 @@ class D_RTRL(TraceRule):
         return result
 
     def gradient(self, slots: Sequence[Slot], values: Values, signals: Signals, local: Local) -> Gradients:
-        return {k: full_sum(dw) for k, dw in self.gradient_by_device(slots, values, signals, local).items()}
-
-    def gradient_by_device(
-        self, slots: Sequence[Slot], values: Values, signals: Signals, local: Local
-    ) -> Gradients:
         grads: Gradients = {}
         for slot in slots:
             site = slot.relation.site.index
             g = slot.lift(signals[slot.group.index], local.inputs[site], 1)
             # a barrier for each weight, so that XLA does not merge the contractions of several traces
             g, _ = jax.lax.optimization_barrier((g, local.weights[site][slot.name]))
-            parts = local.parts(slot, values[slot.key])
-            add_to(grads, slot, local.as_partial_sums(slot, parts, slot.contract(g, values[slot.key], parts)))
+            add_to(grads, slot, slot.contract(g, values[slot.key], local.sharding))
         return grads
 
     def chunk(

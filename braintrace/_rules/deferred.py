@@ -54,11 +54,9 @@ class Deferred(D_RTRL):
             result.update(_named(slot, steps) | {slot.key: steps.written(slot, due, local.sharding)})
         return {**result, COUNT: jnp.where(due, 0, count + 1)}
 
-    def gradient_by_device(
-        self, slots: Sequence[Slot], values: Values, signals: Signals, local: Local
-    ) -> Gradients:
+    def gradient(self, slots: Sequence[Slot], values: Values, signals: Signals, local: Local) -> Gradients:
         pending, others = _split(slots, values)
-        grads = super().gradient_by_device(others, values, signals, local)
+        grads = super().gradient(others, values, signals, local)
         for slot in pending:
             g = slot.lift_decay(signals[slot.group.index], local.inputs[slot.relation.site.index], 1)
             add_to(grads, slot, _of(slot, values).contract(slot, g, values[COUNT], local.sharding))

@@ -18,8 +18,9 @@ import jax.numpy as jnp
 
 from .._compiler.exactness import RuleKind
 from .._executor.executor import Local
+from .._executor.partial_sums import plus
 from .._executor.pull_back import is_inexact
-from .._executor.sharding import Sharding, Spec, plus
+from .._executor.sharding import Sharding, Spec
 from .._executor.slots import Slot
 from .._executor.trace_math import Jacobian, States, add_up, filtered, promoted, states, times
 from .._executor.trace_recursion import Recursion

@@ -22,9 +22,10 @@ from .._executor.dense_influence import DenseInfluence
 from .._executor.executor import ETraceGraphExecutor
 from .._executor.kernel_matrices import AffineTermsOf
 from .._executor.memory import device_memory, show_bytes
+from .._executor.partial_sums import Gradient, plus
 from .._executor.per_sample import PerSample, find_per_sample
 from .._executor.pulled_rows import PulledRows
-from .._executor.sharding import Gradient, Spec, plus
+from .._executor.sharding import Spec
 from .._executor.trace_math import finite
 from .._executor.window import BackwardPass
 from .._types import Array, DTypeLike, Leaves, NumPyArray, Values

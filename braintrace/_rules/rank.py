@@ -25,9 +25,10 @@ from .._executor.bases import precise_einsum
 from .._executor.dense_influence import DenseInfluence
 from .._executor.executor import ETraceGraphExecutor
 from .._executor.kernel_matrices import AffineTermsOf, KernelMatrices
+from .._executor.partial_sums import Gradient
 from .._executor.per_sample import PerSample, find_per_sample
 from .._executor.pulled_rows import PulledRows
-from .._executor.sharding import Gradient, Spec
+from .._executor.sharding import Spec
 from .._executor.trace_math import finite
 from .._executor.window import BackwardPass, Crossing
 from .._types import Array, DTypeLike, Leaves, PyTree, Values

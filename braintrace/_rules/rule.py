@@ -14,7 +14,7 @@ The other methods have defaults. Sequences: `begin`, `any_window`, `several_wind
 `always_windows`, and of traces `chunk`, `joins_within_step`,
 `affine_terms`, `correction`. Arrays that a reset keeps, random streams, and traces
 to read: `lasting`, `seeded`, `up_to_date`. Devices:
-`specs`, `trace_specs`, `gradient_by_device`. The graph and the report: `seen`, `kind`.
+`specs`, `trace_specs`. The graph and the report: `seen`, `kind`.
 
 Terms of all rules:
 
@@ -39,7 +39,8 @@ from .._compiler.errors import NotSupportedError
 from .._compiler.exactness import RuleKind
 from .._compiler.graph import TraceGraph
 from .._executor.executor import ETraceGraphExecutor, Local, sites_with_traces
-from .._executor.sharding import Gradient, Sharding, Spec, plus
+from .._executor.partial_sums import Gradient, plus
+from .._executor.sharding import Sharding, Spec
 from .._executor.slots import Slot
 from .._executor.trace_recursion import Leak, Recursion
 from .._executor.window import BackwardPass, Record, Signals, Window
@@ -166,13 +167,10 @@ class TraceRule(Rule):
 
     @abstractmethod
     def gradient(self, slots: Sequence[Slot], values: Values, signals: Signals, local: Local) -> Gradients:
-        """The gradient of the step's loss, from the traces after the step."""
+        """The gradient of the step's loss, from the traces after the step.
 
-    def gradient_by_device(
-        self, slots: Sequence[Slot], values: Values, signals: Signals, local: Local
-    ) -> Gradients:
-        """`gradient`, as per-device partial sums (`PartialSums`) where the batch is sharded."""
-        return self.gradient(slots, values, signals, local)
+        Each is an array, or per-device partial sums (`PartialSums`) if the batch is sharded.
+        """
 
     def reset(self, slots: Sequence[Slot], values: Values, keep: Flags) -> Values:
         """The arrays with the samples reset for which `keep`, (batch,), is False."""
@@ -264,7 +262,7 @@ class TraceRule(Rule):
 
     def past(self, executor: ETraceGraphExecutor, values: Values, signals: Leaves, window: Window) -> Leaves:
         at_groups = executor.widened(executor.at_groups(signals))
-        grads = self.gradient_by_device(executor.slots, values, at_groups, window.inputs_of_first)
+        grads = self.gradient(executor.slots, values, at_groups, window.inputs_of_first)
         found = executor.to_parameters(window.params, window.first_consts, grads)
         if self.correction is None:
             return found
