@@ -6,8 +6,9 @@ arrays. Computations switch Explicit axes to Auto, and give the types back to th
 
 from __future__ import annotations
 
+import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TypeAlias, TypeVar
@@ -34,10 +35,11 @@ from ._compat import (
     type_of,
     typed_sharding,
 )
-from ._types import Array, Aval, DTypeLike, Function, Options, PyTree, Shape
+from ._types import Array, Aval, Function, Options, PyTree, Shape
 
 # a PartitionSpec: for each array axis a mesh axis, several, None, or `UNCONSTRAINED`
 Spec: TypeAlias = Sequence[object]
+MeshAxes: TypeAlias = str | tuple[str, ...] | None  # that shard one array axis
 Result = TypeVar("Result")
 
 
@@ -77,19 +79,19 @@ def sharding_of(x: Aval) -> tuple[AnyMesh, tuple[object, ...]] | None:
 def shape_of(x: Aval, first: int = 0) -> jax.ShapeDtypeStruct:
     """Return shape, type and sharding of an array from its axis `first` on."""
     found = sharding_of(x)
-    sharding = None if found is None else _sharding(found[0], found[1][first:])
+    sharding = None if found is None else named(found[0], found[1][first:])
     return jax.ShapeDtypeStruct(np.shape(x)[first:], jax.numpy.result_type(x), sharding=sharding)
 
 
 def sharded_shape(x: Aval, mesh: AnyMesh, spec: Spec) -> jax.ShapeDtypeStruct:
     """Return the shape and type of an array with another sharding."""
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_sharding(mesh, spec))
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=named(mesh, spec))
 
 
 def longer(x: Aval, length: int) -> jax.ShapeDtypeStruct:
     """Return the shape of `length` such arrays, stacked along a new first axis."""
     found = sharding_of(x)
-    sharding = None if found is None else _sharding(found[0], (None, *found[1]))
+    sharding = None if found is None else named(found[0], (None, *found[1]))
     return jax.ShapeDtypeStruct((length, *x.shape), x.dtype, sharding=sharding)
 
 
@@ -108,15 +110,23 @@ def part_of(x: Aval) -> Shape:
     return tuple(found.shard_shape(x.shape)) if sharded else tuple(x.shape)  # type: ignore[union-attr]
 
 
-def zeros(shape: Shape, dtype: DTypeLike, mesh: AnyMesh, spec: Spec) -> jax.Array:
-    """Return zeros with a sharding."""
-    return jax.numpy.zeros(shape, dtype, device=_sharding(mesh, spec))
+def names_of(part: MeshAxes) -> tuple[str, ...]:
+    """Return the mesh axes of one entry of a PartitionSpec, as a tuple."""
+    return () if part is None else part if isinstance(part, tuple) else (part,)
 
 
-def place(x: Array, mesh: AnyMesh, spec: Spec) -> Array:
-    """Return an array with a sharding, copied to its devices."""
-    placed: Array = jax.device_put(x, _sharding(mesh, spec))
-    return placed
+def ways(mesh: AnyMesh, part: MeshAxes) -> int:
+    """Return the number of shards of an array axis with this entry of a PartitionSpec."""
+    return math.prod(mesh.shape[n] for n in names_of(part))
+
+
+def fitted(mesh: AnyMesh, spec: Iterable[MeshAxes], shape: Shape) -> tuple[MeshAxes, ...]:
+    """Return a PartitionSpec without mesh axes that do not divide an array axis evenly, or occur twice."""
+    result: list[MeshAxes] = []
+    for part, size in zip(spec, shape, strict=False):
+        used = {n for p in result for n in names_of(p)}
+        result.append(part if size % ways(mesh, part) == 0 and used.isdisjoint(names_of(part)) else None)
+    return tuple(result)
 
 
 def zero_of(arrays: Sequence[Aval]) -> jax.Array | None:
@@ -131,17 +141,17 @@ def zero_of(arrays: Sequence[Aval]) -> jax.Array | None:
     return sum((jax.numpy.sum(a).astype(start.dtype) for a in nothing), start) if nothing else None
 
 
-def constrain(x: jax.Array, mesh: AnyMesh, spec: Spec) -> jax.Array:
+def constrain(x: jax.Array, mesh: AnyMesh, spec: Iterable[MeshAxes]) -> jax.Array:
     """Constrain the sharding of an array; without effect off a mesh and along axes that are not Auto."""
     auto = mesh_of(x)
-    names = [n for part in spec if part is not None for n in (part if isinstance(part, tuple) else (part,))]
+    names = [n for part in spec for n in names_of(part)]
     types = {} if auto is None else dict(zip(auto.axis_names, auto.axis_types, strict=True))
     if any(types.get(n) != jax.sharding.AxisType.Auto for n in names) or auto is None:
         return x
     set_mesh = jax.sharding.get_abstract_mesh()
     if set_mesh.empty and mesh.axis_types != auto.axis_types:  # the mesh of another call
         return x
-    where = _sharding(mesh, spec) if set_mesh.empty else _partition(spec)
+    where = named(mesh, spec) if set_mesh.empty else _partition(spec)
     result: jax.Array = jax.lax.with_sharding_constraint(x, where)
     return result
 
@@ -157,7 +167,7 @@ def all_on_mesh(arrays: PyTree) -> PyTree:
         if not is_tracer(x) or mesh_of(x) is not None or jax.numpy.issubdtype(x.dtype, jax.dtypes.extended):
             return x
         anyhow = [jax.sharding.PartitionSpec.UNCONSTRAINED] * x.ndim
-        return jax.lax.with_sharding_constraint(x, _sharding(mesh, anyhow))
+        return jax.lax.with_sharding_constraint(x, named(mesh, anyhow))
 
     return jax.tree.map(one, arrays)
 
@@ -171,11 +181,12 @@ def per_device(
     return jax.shard_map(function, mesh=given, in_specs=ins, out_specs=outs, check_vma=False)
 
 
-def _sharding(mesh: AnyMesh, spec: Spec) -> jax.sharding.NamedSharding:
+def named(mesh: AnyMesh, spec: Iterable[object]) -> jax.sharding.NamedSharding:
+    """Return the sharding of a PartitionSpec."""
     return jax.sharding.NamedSharding(mesh, _partition(spec))
 
 
-def _partition(spec: Spec) -> jax.sharding.PartitionSpec:
+def _partition(spec: Iterable[object]) -> jax.sharding.PartitionSpec:
     return jax.sharding.PartitionSpec(*spec)
 
 
@@ -311,15 +322,17 @@ def typed(function: Function, *operands: Aval) -> list[Spec | None] | None:
 
 
 def in_auto(
-    function: Function, operands: Sequence[Aval], specs: Callable[[], Sequence[Spec | None]]
-) -> list[Array]:
-    """Call `function(*operands)`, which returns a list, with all mesh axes of type Auto inside.
+    function: Function, args: tuple[PyTree, ...], specs: Callable[[], Sequence[Spec | None]]
+) -> PyTree:
+    """Call `function(*args)`, with all mesh axes of type Auto inside.
 
-    `specs` returns the PartitionSpecs of the results. Without Explicit shardings this is a plain call.
+    `specs` returns the PartitionSpecs of the leaves of the result. Without Explicit shardings this is a plain
+    call.
     """
+    operands, tree = jax.tree.flatten(args)
     found = [m for m in map(explicit_mesh_of, operands) if m is not None]
     if not found:
-        return list(function(*operands))
+        return function(*args)
     mesh = found[0]
     others = [m for m in found if m.shape_tuple != mesh.shape_tuple]
     if others:
@@ -328,25 +341,22 @@ def in_auto(
             "them on one: `jax.device_put(array, NamedSharding(mesh, spec))`."
         )
     if jax.sharding.get_abstract_mesh().empty and not any(map(is_tracer, operands)):
-        return list(jax.jit(lambda *operands: in_auto(function, operands, specs))(*operands))
+        return jax.jit(lambda *args: in_auto(function, args, specs))(*args)
+    out_trees: list[jax.tree_util.PyTreeDef] = []  # known while tracing only; the last trace counts
+
+    def flat(*operands: Array) -> list[Array]:
+        results, out_tree = jax.tree.flatten(function(*jax.tree.unflatten(tree, operands)))
+        out_trees.append(out_tree)
+        return results
+
     parts = [_partition(s or ()) for s in specs()]
     types = zip(mesh.axis_names, mesh.axis_types, strict=True)
     axes = tuple(name for name, kind in types if kind == jax.sharding.AxisType.Explicit)
     with jax.sharding.use_abstract_mesh(mesh):
         # without a sharding in its type, the cotangent of an operand would keep the type Auto
         operands = [x if explicit_mesh_of(x) else jax.sharding.reshard(x, _partition(())) for x in operands]
-        return list(jax.sharding.auto_axes(function, axes=axes, out_sharding=parts)(*operands))
-
-
-def in_auto_like(like: PyTree, function: Function, *args: PyTree) -> PyTree:
-    """Call `function(*args)`, which returns a pytree like `like`, with all mesh axes of type Auto inside."""
-    leaves, tree = jax.tree.flatten(args)
-
-    def flat(*leaves: Array) -> list[Array]:
-        return jax.tree.leaves(function(*jax.tree.unflatten(tree, leaves)))
-
-    found = in_auto(flat, leaves, lambda: [spec_of(a) for a in jax.tree.leaves(like)])
-    return jax.tree.unflatten(jax.tree.structure(like), found)
+        results = jax.sharding.auto_axes(flat, axes=axes, out_sharding=parts)(*operands)
+    return jax.tree.unflatten(out_trees[-1], results)
 
 
 def spec_of(x: Aval) -> Spec | None:
@@ -357,16 +367,11 @@ def spec_of(x: Aval) -> Spec | None:
 def sharded_aval(aval: Aval, mesh: AnyMesh, spec: Spec | None) -> Aval:
     """Return an abstract value with a sharding; it is replicated if `spec` is None."""
     parts = [*(spec or ()), *[None] * (len(aval.shape) - len(spec or ()))]
-    return aval.update(sharding=_sharding(abstract(mesh), parts))
+    return aval.update(sharding=named(abstract(mesh), parts))
 
 
 def slice_of(x: Aval) -> jax.ShapeDtypeStruct:
-    """Return shape, type and sharding of an entry along the first axis."""
-    aval = without_axis(x)
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=typed_sharding(aval))
-
-
-def without_axis(x: Aval) -> Aval:
-    """Return the type of an array without its first axis."""
-    mesh, aval = explicit_mesh_of(x), jax.core.ShapedArray(x.shape[1:], x.dtype)
-    return aval if mesh is None else sharded_aval(aval, mesh, (spec_of(x) or ())[1:])
+    """Return shape, type and Explicit sharding of an entry along the first axis."""
+    mesh, spec = explicit_mesh_of(x), spec_of(x) or ()
+    sharding = None if mesh is None else named(mesh, spec[1:])
+    return jax.ShapeDtypeStruct(x.shape[1:], x.dtype, sharding=sharding)

@@ -23,9 +23,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from .._meshes import mesh_of, per_device
+from .._meshes import mesh_of, names_of, per_device
 from .._ops.axis_labels import Labels, align
-from .sharding import Sharding, Spec, names_of
+from .sharding import Sharding, Spec
 from .slots import Slot
 from .trace_math import add_up, times
 

@@ -26,7 +26,7 @@ from .._compiler.errors import NotSupportedError
 from .._compiler.program import Node, Site, Var
 from .._compiler.samples import Samples, counting, find_samples
 from .._compiler.step import show_paths
-from .._meshes import all_on_mesh, mesh_of
+from .._meshes import MeshAxes, all_on_mesh, mesh_of
 from .._types import NumPyArray, PyTree
 from .effective_weights import OfWeights, Weighted
 from .executor import ETraceGraphExecutor, Leaves
@@ -34,7 +34,6 @@ from .marked_step import MarkedStep
 from .matrices import Matrix as Matrix
 from .matrices import find_matrices
 from .per_sample_traces import Pulled, Rows, Terms, TracesPerSample, add_terms
-from .sharding import MeshAxes
 from .weight_gradients import (
     over_time,
     pull_weights,

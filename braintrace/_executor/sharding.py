@@ -22,15 +22,15 @@ from .._compiler.module_info import ModuleInfo
 from .._compiler.program import Site, Var
 from .._compiler.relation import HiddenParamOpRelation
 from .._compiler.samples import counting
+from .._meshes import MeshAxes, names_of
 from .._ops.axis_labels import Labels, Layout
-from .._types import Array, Aval, DTypeLike, Mesh, PyTree, Shape
+from .._types import Array, Mesh, PyTree, Shape
 from .partial_sums import DeviceSplit, PartialSums
 
 if TYPE_CHECKING:
     from .slots import Slot
 
 AnyMesh = Mesh | jax.sharding.AbstractMesh
-MeshAxes = str | tuple[str, ...] | None  # that shard one array axis
 Spec = tuple[MeshAxes, ...]  # a `PartitionSpec`: an entry for each array axis
 Names = dict[str, MeshAxes]  # the mesh axes of each axis label
 
@@ -254,29 +254,18 @@ class Sharding:
         """Constrain an array to a spec."""
         return _meshes.constrain(x, self.mesh, self.fitted(spec, x.shape))
 
-    def place(self, x: Array, spec: Spec) -> Array:
-        """Place an array on the mesh with a spec."""
-        found: Array = _meshes.place(x, self.mesh, self.fitted(spec, x.shape))
-        return found
-
-    def zeros(self, shape: Shape, dtype: DTypeLike, spec: Spec) -> Array:
-        return _meshes.zeros(shape, dtype, self.mesh, self.fitted(spec, shape))
-
-    def shape(self, of: Aval, spec: Spec) -> jax.ShapeDtypeStruct:
-        return _meshes.sharded_shape(of, self.mesh, self.fitted(spec, of.shape))
+    def named(self, spec: Spec, shape: Shape) -> jax.sharding.NamedSharding:
+        """The sharding of an array of this shape."""
+        return _meshes.named(self.mesh, self.fitted(spec, shape))
 
     def ways(self, part: MeshAxes, size: int) -> int:
         """The number of shards of an axis of this size; 0 if they do not divide it evenly."""
-        ways = int(np.prod([self.mesh.shape[n] for n in names_of(part)], dtype=int))
+        ways = _meshes.ways(self.mesh, part)
         return ways if size % ways == 0 else 0
 
     def fitted(self, spec: Spec, shape: Shape) -> Spec:
         """Drop mesh axes that do not divide an array axis evenly, or that occur twice."""
-        result: list[MeshAxes] = []
-        for part, size in zip(spec, shape, strict=True):
-            keeps = part is not None and self.ways(part, size) > 0 and not _used(result, part)
-            result.append(part if keeps else None)
-        return tuple(result)
+        return _meshes.fitted(self.mesh, spec, shape)
 
 
 def result_specs(
@@ -308,11 +297,6 @@ def _same(a: AnyMesh, b: AnyMesh) -> bool:
 
 def _alike(a: AnyMesh, b: AnyMesh) -> bool:
     return _same(a, b) and bool(a.axis_types == b.axis_types)
-
-
-def names_of(part: MeshAxes) -> tuple[str, ...]:
-    """The mesh axes of one entry of a spec, as a tuple."""
-    return () if part is None else part if isinstance(part, tuple) else (part,)
 
 
 def _used(parts: Iterable[MeshAxes], part: MeshAxes) -> bool:

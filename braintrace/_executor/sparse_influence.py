@@ -21,11 +21,11 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from .._compiler.influence_pattern import Reached
-from .._meshes import mesh_of, per_device
+from .._meshes import mesh_of, names_of, per_device
 from .._types import Array, NumPyArray, Shape, Values
 from .jacobian import earlier
 from .per_sample import PerSample, real_parts
-from .sharding import Spec, names_of
+from .sharding import Spec
 from .trace_math import finite, promoted
 from .weight_gradients import row_axis
 from .window import Window

@@ -167,7 +167,7 @@ class CompiledStep:
         if self.rule.back_through_time:  # the function itself
             step = self.function.step
             outs = _meshes.in_auto(
-                _compat.jaxpr_as_fun(step.closed_jaxpr), [*x, *leaves], lambda: step.specs or ()
+                _compat.jaxpr_as_fun(step.closed_jaxpr), (*x, *leaves), lambda: step.specs or ()
             )
             num = len(outs) - len(leaves)
             return list(outs[:num]), list(outs[num:]), traces
@@ -212,5 +212,6 @@ class CompiledStep:
 
         choose = lambda rows, new, old: jax.tree.map(partial(where_rows, rows), new, old)
         reset = lambda rows, start, old, traces: (choose(rows, start, old), self.reset_traces(traces, rows))
-        found: tuple[PyTree, Values] = _meshes.in_auto_like((old, traces), reset, rows, start, old, traces)
+        specs = lambda: [_meshes.spec_of(a) for a in jax.tree.leaves((old, traces))]
+        found: tuple[PyTree, Values] = _meshes.in_auto(reset, (rows, start, old, traces), specs)
         return found

@@ -50,19 +50,20 @@ class Call:
 
     def __call__(self, *leaves: Array) -> Leaves:
         """Compute the call; for arrays with explicit sharding, the results have the specs of `specs`."""
-        return _meshes.in_auto(self._compute, leaves, lambda: self.specs(leaves))
+        found: Leaves = _meshes.in_auto(self._compute, leaves, lambda: self.specs(leaves))
+        return found
 
     def specs(self, leaves: Sequence[Aval]) -> list[Spec | None]:
         """The partition specs of the results, from operands or their types."""
         if self.maps:
             flags, inner = self.maps[0], replace(self, maps=self.maps[1:])
-            one = [_meshes.without_axis(a) if f else a for a, f in zip(leaves, flags, strict=True)]
+            one = [_meshes.slice_of(a) if f else a for a, f in zip(leaves, flags, strict=True)]
             return [None if s is None else (None, *s) for s in inner.specs(one)]
         params, args, consts, carried, values = self.operands(list(leaves))
         kept = {k: _meshes.spec_of(v) or self.rule_step.arrays.specs.get(k) for k, v in values.items()}
         lead: Spec = () if self.stepped is None else (None,)
         if self.stepped is not None:
-            args = [_meshes.without_axis(a) if s else a for a, s in zip(args, self.stepped, strict=True)]
+            args = [_meshes.slice_of(a) if s else a for a, s in zip(args, self.stepped, strict=True)]
 
         def step(params: Leaves, args: Leaves, consts: Leaves, carried: list[Leaves]) -> Leaves:
             outs, new, *_ = self.rule_step.executor.forward(params, args, consts, carried)

@@ -106,7 +106,7 @@ class Drive:
         """The partition specs of the gradients, step outputs and final leaves, from the types of arrays."""
         step = self.step
         before: list[Spec | None] = [_meshes.spec_of(a) for a in start.leaves]
-        slices = [_meshes.without_axis(a) for a in jax.tree.leaves(sequence.arrays)]
+        slices = [_meshes.slice_of(a) for a in jax.tree.leaves(sequence.arrays)]
         by_type = _meshes.typed(_compat.jaxpr_as_fun(step.closed), *slices, *start.leaves)
         num = len(step.outs)
         found: list[Spec | None] = [*[None] * num, *before] if by_type is None else by_type

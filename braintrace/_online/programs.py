@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
+from functools import partial
 
 import jax
 
 from .. import _meshes
 from .._compiler.fingerprint import fingerprint
 from .._meshes import Spec
-from .._types import Array, Leaves, PyTree
+from .._types import PyTree
 from .call import refuse_varying
 from .drive import Drive
 from .parts import Start
@@ -52,17 +53,9 @@ def _run(
     sequence: Sequence,
 ) -> PyTree:
     """Call the function; for arrays with explicit sharding, the results have the specs of `drive.specs`."""
-    leaves, tree = jax.tree.flatten((start, sequence))
-    out_trees: list[jax.tree_util.PyTreeDef] = []  # known while tracing only; the last trace counts
-
-    def flat(*leaves: Array) -> Leaves:
-        found, out_tree = jax.tree.flatten(function(drive, *jax.tree.unflatten(tree, leaves)))
-        out_trees.append(out_tree)
-        return found
 
     def specs() -> list[Spec | None]:
         total, outs, after = drive.specs(start, sequence)
         return [*outs, *after] if function is Drive.evolve else [*total, *outs, *after]
 
-    found = _meshes.in_auto(flat, leaves, specs)
-    return jax.tree.unflatten(out_trees[-1], found)
+    return _meshes.in_auto(partial(function, drive), (start, sequence), specs)

@@ -40,13 +40,12 @@ class RuleArrays:
                 found = jnp.broadcast_to(zero.astype(like.dtype), like.shape)
             if sharding is None or key not in specs:
                 return jnp.zeros(like.shape, like.dtype) if found is None else found
-            spec = specs[key]
-            return (
-                sharding.zeros(like.shape, like.dtype, spec) if found is None else sharding.put(found, spec)
-            )
+            if found is not None:
+                return sharding.put(found, specs[key])
+            return jnp.zeros(like.shape, like.dtype, device=sharding.named(specs[key], like.shape))
 
         if sharding is not None:
-            lasting = {k: sharding.place(a, specs[k]) for k, a in lasting.items()}
+            lasting = {k: jax.device_put(a, sharding.named(specs[k], a.shape)) for k, a in lasting.items()}
         return {**{k: zeros(k, s) for k, s in shapes.items()}, **lasting}
 
     @cached_property
@@ -83,7 +82,8 @@ class RuleArrays:
         sharding, specs = self.executor.sharding, self.specs
         if sharding is None:
             return {**self.shapes}
-        return {k: sharding.shape(s, specs[k]) if k in specs else s for k, s in self.shapes.items()}
+        named = {k: sharding.named(spec, self.shapes[k].shape) for k, spec in specs.items()}
+        return {k: s.update(sharding=named[k]) if k in named else s for k, s in self.shapes.items()}
 
     def constrained(self, values: Values) -> Values:
         """The arrays, each with the sharding of its initial value."""

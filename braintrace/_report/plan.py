@@ -17,8 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from .._executor.memory import device_memory
-from .._executor.sharding import names_of
-from .._meshes import longer, on_one_mesh, part_of, sharded_shape
+from .._meshes import MeshAxes, fitted, longer, on_one_mesh, part_of, sharded_shape
 from .._online.choose import auto_window
 from .._online.choose import memory_budget as default_budget
 from .._online.sequence import even_chunks
@@ -190,11 +189,9 @@ class Layout:
             return self._put(a, given.spec)
         return self._put(a, [*[None] * (len(a.shape) - 1), self.units])
 
-    def _put(self, a: Aval, names: Iterable[object]) -> Aval:
+    def _put(self, a: Aval, names: Iterable[MeshAxes]) -> Aval:
         """Shard a shape over axes of the mesh; array axes that these do not divide are not sharded."""
-        ways = lambda name: math.prod(self.mesh.shape[n] for n in names_of(name))
-        spec = [n if size % ways(n) == 0 else None for n, size in zip(names, a.shape, strict=False)]
-        return sharded_shape(a, self.mesh, spec)
+        return sharded_shape(a, self.mesh, fitted(self.mesh, names, a.shape))
 
 
 def _rows(learner: Learner, request: PlanRequest, choice: RuleChoice) -> list[PlanRow]:

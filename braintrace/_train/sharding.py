@@ -14,6 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from .._lines import warn_user
+from .._meshes import fitted, named
 from .._types import Array, PyTree
 from .batches import Batch, size_of
 
@@ -123,9 +124,7 @@ class Layout:
 
     def _fitting(self, spec: P, shape: tuple[int, ...]) -> NamedSharding:
         """Return a sharding without mesh axes that do not divide an axis evenly."""
-        ways = lambda part: int(np.prod([self.mesh.shape[n] for n in np.atleast_1d(part)]))
-        parts = [p if p is None or n % ways(p) == 0 else None for p, n in zip(spec, shape, strict=False)]
-        return NamedSharding(self.mesh, P(*parts))
+        return named(self.mesh, fitted(self.mesh, spec, shape))
 
     def _put(self, a: PyTree, spec: P) -> PyTree:
         """Shard an array that every process has as a whole."""
