@@ -321,6 +321,22 @@ def typed(function: Function, *operands: Aval) -> list[Spec | None] | None:
     return [None if typed_sharding(a) is None else a.sharding.spec for a in found]
 
 
+def by_samples(
+    specs: Sequence[Spec | None], results: Sequence[Aval], inputs: Sequence[Aval]
+) -> list[Spec | None]:
+    """Return the PartitionSpecs of results, with unsharded ones sharded along the batch, their first axis.
+
+    Its mesh axes are those of the first sharded input whose first axis has the same length.
+    """
+    known = [(a.shape[0], spec[0]) for a in inputs if (spec := spec_of(a)) and spec[0] is not None]
+
+    def one(spec: Spec | None, shape: Shape) -> Spec | None:
+        lead = next((part for size, part in known if shape and size == shape[0]), None)
+        return spec if lead is None or any(spec or ()) else (lead, *[None] * (len(shape) - 1))
+
+    return [one(spec, a.shape) for spec, a in zip(specs, results, strict=True)]
+
+
 def in_auto(
     function: Function, args: tuple[PyTree, ...], specs: Callable[[], Sequence[Spec | None]]
 ) -> PyTree:

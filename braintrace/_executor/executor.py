@@ -25,7 +25,7 @@ from .effective_weights import Effective, Weighted, effective_weights, known_par
 from .group_readings import find_readings, slopes
 from .jacobian import LocalGroup
 from .partial_sums import Gradient, PartialSums, full_sum
-from .sharding import Sharding
+from .sharding import Sharding, Spec
 from .signals import KnownOutput, differentiable_step, output, reads_old_states
 from .slots import Slot, find_slots
 from .trace_math import Jacobian, States, stack
@@ -87,6 +87,15 @@ class ETraceGraphExecutor:
     def shard_like(self, params: Arrays, args: Arrays, carried: list[Arrays]) -> None:
         """Shard all arrays from now on as the given inputs of a step are sharded."""
         self.sharding = Sharding.find(self.info, self.slots, params, args, carried, self.sharding)
+
+    def spec_of_state(self, leaf: Var) -> Spec | None:
+        """The partition spec of a carried state, its own or that of its group; None if it is unknown."""
+        at, groups = self.sharding, self.graph.hidden_groups
+        if at is None:
+            return None
+        of_group = (at.of_group(g) for g in groups for h in g.hidden if h.invar is leaf and h.axis is None)
+        spec = at.specs.get(leaf) or next(of_group, None)
+        return None if spec is None else at.fitted(spec, leaf.aval.shape)
 
     def like_params(self, grads: Leaves) -> Leaves:
         """Shard gradients as their parameters."""

@@ -183,18 +183,6 @@ class Sharding:
             return tuple(names.get(a) for a in x)
         return _first_axis(self.of_group(slot.group), slot.group.varshape, shape)
 
-    def of_result(self, old: Var | None, shape: Shape, groups: Sequence[HiddenGroup]) -> Spec:
-        """The spec of an output of the step: that of `old` for a new state, else that of the batch axis."""
-        if old in self.specs:
-            return self.specs[old]
-        for group in groups:
-            if any(h.invar is old and h.axis is None for h in group.hidden):
-                return self.fitted(self.of_group(group), shape)
-        for group in groups:
-            if shape and shape[0] == group.varshape[0]:
-                return self.fitted(_first_axis(self.of_group(group), group.varshape, shape), shape)
-        return (None,) * len(shape)
-
     @cached_property
     def batch(self) -> MeshAxes:
         """The mesh axes of the batch, if all groups agree on them."""
@@ -266,20 +254,6 @@ class Sharding:
     def fitted(self, spec: Spec, shape: Shape) -> Spec:
         """Drop mesh axes that do not divide an array axis evenly, or that occur twice."""
         return _meshes.fitted(self.mesh, spec, shape)
-
-
-def result_specs(
-    info: ModuleInfo, at: Sharding | None, groups: Sequence[HiddenGroup]
-) -> list[_meshes.Spec | None]:
-    """The partition specs of outputs and new carried leaves whose types do not have explicit sharding."""
-    olds = [*[None] * len(info.out_atoms), *info.carried_invars]
-    news = [*info.out_atoms, *(a for e in info.carried for a in e.outvars)]
-    known = (info.step.specs or ())[: len(info.out_atoms)]
-    found = [*known, *[None] * (len(news) - len(known))]
-    if at is None:
-        return found
-    each = zip(found, olds, news, strict=True)
-    return [s or at.of_result(old, tuple(new.aval.shape), groups) for s, old, new in each]
 
 
 def _sharding(v: Var, array: Array) -> tuple[AnyMesh, Spec] | None:

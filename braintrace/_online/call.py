@@ -14,7 +14,6 @@ import jax
 
 from .. import _compat, _meshes
 from .._compiler.errors import NotSupportedError
-from .._executor.sharding import result_specs
 from .._meshes import Spec
 from .._rules.rule import Values
 from .._types import Array, Aval, Leaves, PyTree
@@ -71,10 +70,13 @@ class Call:
 
         flat, tree = jax.tree.flatten((params, args, consts, carried))
         found = _meshes.typed(lambda *flat: step(*jax.tree.unflatten(tree, flat)), *flat)
-        num = len(self.rule_step.info.out_atoms)
-        executor = self.rule_step.executor
-        groups = executor.graph.hidden_groups
-        found = result_specs(executor.info, executor.sharding, groups) if found is None else found
+        info, executor = self.rule_step.info, self.rule_step.executor
+        num = len(info.out_atoms)
+        if found is None:
+            states = [executor.spec_of_state(v) for v in info.carried_invars]
+            known = [*(info.step.specs or [None] * num)[:num], *states]
+            new = jax.tree.leaves(carried)
+            found = _meshes.by_samples(known, [*(a.aval for a in info.out_atoms), *new], [*args, *new])
         outs: list[Spec | None] = [s if s is None else (*lead, *s) for s in found[:num]]
         return [*outs, *found[num:], *(kept[k] for k in sorted(kept))]
 

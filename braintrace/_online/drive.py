@@ -110,8 +110,7 @@ class Drive:
         by_type = _meshes.typed(_compat.jaxpr_as_fun(step.closed), *slices, *start.leaves)
         num = len(step.outs)
         found: list[Spec | None] = [*[None] * num, *before] if by_type is None else by_type
-        shapes = [*(a.aval.shape for a in step.outs), *(a.shape for a in start.leaves)]
-        found = [_by_samples(s, shape, slices) for s, shape in zip(found, shapes, strict=True)]
+        found = _meshes.by_samples(found, [*(a.aval for a in step.outs), *start.leaves], slices)
         outs: list[Spec | None] = [None if s is None else (None, *s) for s in found[:num]]
         moving = {*step.moving} - {*step.traces.values()}
         after = [found[num + i] if i in moving else s for i, s in enumerate(before)]
@@ -365,14 +364,3 @@ class Drive:
         rest_first, moving = self.mode == "windows", start.moving(step)
         moving, outs = scan_parts(part, moving, sequence, self.part_length, rest_first=rest_first)
         return outs, self.with_trace_sharding(self.leaves_now(start, moving))
-
-
-def _by_samples(spec: Spec | None, shape: Shape, slices: Leaves) -> Spec | None:
-    """The spec of an array; if it is unsharded, its first axis inherits that of a slice of equal length."""
-    if not shape or any(spec or ()):
-        return spec
-    for a in slices:
-        like = _meshes.spec_of(a)
-        if like and like[0] is not None and a.shape[0] == shape[0]:
-            return (like[0], *[None] * (len(shape) - 1))
-    return spec
