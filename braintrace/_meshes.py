@@ -247,9 +247,7 @@ def without_types(closed: ClosedJaxpr) -> ClosedJaxpr:
 
 def _asks_for_layouts(jaxpr: Jaxpr) -> bool:
     return any(
-        _is_layout(eqn)
-        or any(_is_explicit(eqn.params.get(k)) for k in ("sharding", "out_sharding"))
-        or any(map(_asks_for_layouts, all_jaxprs(eqn)))
+        any(map(_is_explicit, eqn.params.values())) or any(map(_asks_for_layouts, all_jaxprs(eqn)))
         for eqn in jaxpr.eqns
     )
 

@@ -78,7 +78,9 @@ class Sharding:
         if not found:
             return before if any(map(_compat.is_tracer, arrays)) else None
         mesh = next(mesh for mesh, _ in found.values())
-        sharding = Sharding(info, mesh, {v: spec for v, (m, spec) in found.items() if _same(m, mesh)})
+        sharding = Sharding(
+            info, mesh, {v: spec for v, (m, spec) in found.items() if m.shape_tuple == mesh.shape_tuple}
+        )
         if before is not None and sharding.key == before.key:
             return before
         sharding._names.update({t.key: sharding._find_names(t) for t in slots})
@@ -265,12 +267,8 @@ def _sharding(v: Var, array: Array) -> tuple[AnyMesh, Spec] | None:
     return found[0], found[1][lead:]  # type: ignore[return-value]  # arrays have no `UNCONSTRAINED` axis
 
 
-def _same(a: AnyMesh, b: AnyMesh) -> bool:
-    return bool(a.shape_tuple == b.shape_tuple)
-
-
 def _alike(a: AnyMesh, b: AnyMesh) -> bool:
-    return _same(a, b) and bool(a.axis_types == b.axis_types)
+    return bool(a.shape_tuple == b.shape_tuple and a.axis_types == b.axis_types)
 
 
 def _used(parts: Iterable[MeshAxes], part: MeshAxes) -> bool:
