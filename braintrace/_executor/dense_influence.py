@@ -105,6 +105,8 @@ class DenseInfluence:
                 found[i] = jnp.where(reached.reshape(lead), coefficients, 0)
             return found
 
+        if mesh_of(*kept.values()) is not None:  # all devices would have to agree on a condition
+            return cleared()
         # finding the rows that are zero takes a pass over all of them
         is_finite = jnp.all(jnp.isfinite(coefficients))
         return jax.lax.cond(is_finite, lambda: dict.fromkeys(kept, coefficients), cleared)  # type: ignore[no-any-return]
