@@ -302,8 +302,10 @@ class ETraceAlgorithm(brainstate.nn.Module):
     def _bring_up_to_date(self) -> None:
         """Write traces that are not written at each step (on a GPU), for users to read."""
         if self.traces and not self._cache.now.rule.back_through_time:
-            step = self._cache.now.rule_step
-            self._store(step.rule.up_to_date(step.executor, self._values()))
+            step, values = self._cache.now.rule_step, self._values()
+            written = step.rule.up_to_date(step.executor, values)
+            if written is not values:
+                self._store(written)
 
     def _values(self) -> Values:
         return {k: st.value for k, st in self.traces.items()}

@@ -18,9 +18,10 @@ import pytest
 
 import braintrace
 from braintrace import nn
+from braintrace._executor import trace_math
 from braintrace._frontends.pure import Pure
 from braintrace._learners.rule_choice import NAMES
-from braintrace._rules import d_rtrl, es_d_rtrl
+from braintrace._rules import d_rtrl
 
 from ..oracle import bptt
 from ..run import agree, difference, online, sequence
@@ -1265,7 +1266,7 @@ def test_the_mean_divides_by_the_sum_of_the_mask():
 def test_averages_in_blocks_are_the_same(monkeypatch):
     xs, ys = data(7)
     found = []
-    monkeypatch.setattr(es_d_rtrl, "_BLOCK", 3)
+    monkeypatch.setattr(trace_math, "_BLOCK", 3)
     for backend in ("cpu", "gpu"):
         learner = learner_of(braintrace.ES_D_RTRL)
         with monkeypatch.context() as patch:
