@@ -230,7 +230,7 @@ def as_on_one(name: str, rule: str, chunk: int | None, mesh: Any) -> Any:
     return learner
 
 
-@pytest.mark.parametrize(("name", "rule", "shape", "kind", "chunk"), every(39, TABLE))
+@pytest.mark.parametrize(("name", "rule", "shape", "kind", "chunk"), every(80, TABLE))
 def test_gradients_are_those_of_one_device(name, rule, shape, kind, chunk):
     learner = as_on_one(name, rule, chunk, mesh_of(shape, kind))
     weights = learner.model.states(brainstate.ParamState)
@@ -318,7 +318,7 @@ def own(shape: tuple[int, int]) -> Counter[str]:
 
 @pytest.mark.parametrize(
     ("rule", "chunk", "shape"),
-    [*(("D_RTRL", 2, s) for s in SHAPES), ("D_RTRL", 1, (4, 2)), ("ES_D_RTRL", 2, (4, 2))],
+    every(2, [*(("D_RTRL", 2, s) for s in SHAPES), ("D_RTRL", 1, (4, 2)), ("ES_D_RTRL", 2, (4, 2))]),
 )
 def test_traces_send_nothing_but_a_sum_of_gradients(rule, chunk, shape):
     """And states are gathered for their products on the way forward, step by step: not for a chunk again."""

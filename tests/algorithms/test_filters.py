@@ -239,7 +239,7 @@ INTEGRATORS = {
 
 
 @pytest.mark.parametrize("name", every(5, INTEGRATORS))
-@pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.parametrize("batched", every(2, [False, True]))
 @jax.numpy_rank_promotion("allow")
 def test_traces_of_integrators_are_filtered_inputs(name, batched):
     step, is_filter = INTEGRATORS[name]

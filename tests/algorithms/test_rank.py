@@ -197,7 +197,7 @@ def traces_of(learner: Any) -> dict[str, Any]:
     return {k: st for k, st in learner.traces.items() if k not in averages}
 
 
-@pytest.mark.parametrize("basis", ["balanced", "pushed"])
+@pytest.mark.parametrize("basis", every(2, ["balanced", "pushed"]))
 @pytest.mark.parametrize("fresh", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_one_pass_leaves_the_traces_that_a_pass_for_each_window_leaves(basis, fresh):
     (xs, ys), found = data(5), []

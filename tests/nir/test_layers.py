@@ -9,6 +9,7 @@ import pytest
 import braintrace
 from braintrace import nn
 from braintrace.nir import NIRError
+from tests.run import every
 
 Sequential = brainstate.nn.Sequential
 
@@ -35,7 +36,7 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", every(2, MODELS))
 def test_layers_in_a_row(name, tmp_path):
     with brainstate.environ.context(dt=1.0 * u.ms):
         model = MODELS[name]()

@@ -16,7 +16,7 @@ import braintrace as bt
 from braintrace import nn
 from tests import oracle
 from tests.nn.online import Net, check, check_factored, distance, train
-from tests.run import online
+from tests.run import every, online
 
 ms, mV, mS, ohm = u.ms, u.mV, u.mS, u.ohm
 
@@ -94,7 +94,7 @@ def currents(length: int = 60, units: int = 5) -> np.ndarray:
 
 @pytest.mark.parametrize("with_units", [False, True])
 @pytest.mark.parametrize("soft", [False, True])
-@pytest.mark.parametrize("name", NEURONS)
+@pytest.mark.parametrize("name", every(2, NEURONS))
 def test_neuron(name: str, soft: bool, with_units: bool) -> None:
     cls, reference, options = NEURONS[name]
     xs = currents()
