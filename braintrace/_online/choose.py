@@ -55,7 +55,8 @@ def choose(
             )
         if obstacle is not None:
             return step_by_step
-        if any_window or not rule_step.rule.several_windows_per_pass:
+        rule = rule_step.rule
+        if any_window or not rule.several_windows_per_pass or rule.signal.is_bootstrapped:
             return Drive(step, min(size, sequence.length), "windows")
         num_windows, max_windows = -(-sequence.length // size), -(-(chunk_size or sequence.pace) // size)
         if chunk_size is None:

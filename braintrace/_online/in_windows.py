@@ -150,7 +150,7 @@ def in_windows(drive: Drive, start: Start, carry: Carry, part: Part) -> tuple[Ca
             start, wanted, (moving, pairs), part, at_sites, boundary=boundary, at_starts=at_starts
         )
         loss = masked_sum(outs[0], part.mask)
-        # an estimate `s` of dL/dh of later losses adds the term `<s, h>` at the end
+        # an estimate `s` of dL/dh of later losses adds the term `<s, h>` at the end of the only window
         by_leaf = dict(zip(step.moving, moving, strict=True))
         end = [None if i is None else by_leaf.get(i) for i in step.carried]
         signal_inputs = jax.tree.map(lambda a: a[-1], recorded.signal_inputs)

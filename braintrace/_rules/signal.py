@@ -71,6 +71,11 @@ class BackPropagated:
         """An estimate of dL/dh of losses after a window, by hidden state; None if it has none."""
         return None
 
+    @property
+    def is_bootstrapped(self) -> bool:
+        """Whether it may have such an estimate, which counts at the end of every window."""
+        return type(self).at_end is not BackPropagated.at_end
+
     def named(self, given: Options) -> Options:
         """The inputs of a call by their names in `takes`; unknown names are kept."""
         return {self.spellings.get(k, k): v for k, v in given.items()}

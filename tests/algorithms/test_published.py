@@ -777,6 +777,26 @@ def test_functions_with_an_estimate_of_what_comes_later():
     assert np.max(np.abs(grads[0] - grads[1])) > 1e-3
 
 
+@pytest.mark.parametrize("rule", [bt.rules.D_RTRL, bt.rules.ES_D_RTRL])
+def test_an_estimate_of_what_comes_later_counts_at_every_window(rule):
+    net, model = NETS["leaky"], NETS["leaky"].build()
+    params = {k: jnp.asarray(getattr(model, k).value) for k in net.params}
+    carry, xs = {"h": jnp.asarray(model.h.value)}, jnp.asarray(np.stack(XS))
+    signal = bt.rules.Bootstrapped(lambda values, states: {0: values * jnp.tanh(states[0])})
+    options = {"decay_or_rank": 0.5} if rule is bt.rules.ES_D_RTRL else {}
+    chosen = rule(signal=signal, **options)
+    functions = bt.online(lambda p, s, x: net.f(p, s, x, {}), params, carry, XS[0], rule=chosen, window=1)
+    start = functions.init(params, carry)
+    found = [
+        functions.grad(
+            lambda y: loss([y]), params, carry, start, xs, synthesizer=jnp.asarray(0.7), chunk_size=size
+        )[0]
+        for size in (1, 2, None)
+    ]
+    for other in found[1:]:
+        assert agree(found[0], other, 1e-10), difference(found[0], other)
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
