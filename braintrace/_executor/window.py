@@ -252,7 +252,8 @@ class Window:
         if self.length == 1:  # without a scan, XLA shares values with the step itself
             carry, found = body(carry, self._of_first(steps))
             return carry, jax.tree.map(lambda a: a[None], found)
-        return jax.lax.scan(body, carry, steps, reverse=reverse)
+        times = unroll_of_steps(self.executor)
+        return jax.lax.scan(body, carry, steps, reverse=reverse, unroll=times)
 
     def scan_windows(self, size: int, body: Callable[[Any, Window], tuple[Any, Any]], carry: Any) -> Any:
         """Scan `carry, out = body(carry, window)` over windows of `size` steps; a shorter one comes first.
@@ -334,7 +335,9 @@ def where_rows(rows: Bool[Array, " samples"], these: Any, others: Any) -> Array:
     return found
 
 
-def scan_once(body: Callable[[Any, Any], tuple[Any, Any]], carry: Any, xs: Any) -> tuple[Any, Any]:
+def scan_once(
+    body: Callable[[Any, Any], tuple[Any, Any]], carry: Any, xs: Any, unroll: int = 1
+) -> tuple[Any, Any]:
     """`jax.lax.scan` that stores an array once which is several outputs of `body`."""
     places: list[Any] = []
 
@@ -345,7 +348,7 @@ def scan_once(body: Callable[[Any, Any], tuple[Any, Any]], carry: Any, xs: Any) 
         places[:] = [jax.tree.unflatten(tree, [list(found).index(id(a)) for a in leaves])]
         return carry, list(found.values())
 
-    carry, found = jax.lax.scan(distinct, carry, xs)
+    carry, found = jax.lax.scan(distinct, carry, xs, unroll=unroll)
     return carry, jax.tree.map(lambda i: found[i], places[0])
 
 
@@ -359,6 +362,14 @@ def each_step(function: Callable[[Any], Any], args: Any) -> Any:
         return jax.lax.map(function, args)
 
 
-def unroll() -> int:
-    """The `unroll` of element-wise scans: on a GPU, launching a step costs more than computing it."""
-    return 1 if jax.default_backend() == "cpu" else 8
+def unroll(times: int = 8) -> int:
+    """The `unroll` of scans, by default of element-wise ones: an iteration costs a GPU two kernels."""
+    return 1 if jax.default_backend() == "cpu" else times
+
+
+def unroll_of_steps(executor: ETraceGraphExecutor) -> int:
+    """The `unroll` of scans over the steps of a model, whose outputs are then stored several at a time.
+
+    On several devices it is 1: XLA moves a sum over them out of the loop only if it is a single one.
+    """
+    return unroll(5) if executor.sharding is None else 1

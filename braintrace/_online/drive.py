@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from .. import _compat, _meshes
 from .._executor.partial_sums import full_sum
 from .._executor.pull_back import is_inexact
-from .._executor.window import Window, scan_once, where_rows
+from .._executor.window import Window, scan_once, unroll_of_steps, where_rows
 from .._meshes import Spec
 from .._rules.rule import Flags, Gradients, Values
 from .._types import Array, Leaves, PyTree, Shape
@@ -264,7 +264,7 @@ class Drive:
         at_sites: dict[int, Array],
         at_call: AtCall | None = None,
         boundary: Boundary | None = None,
-        at_starts: tuple[Leaves, Leaves] = ([], []),
+        before_steps: Leaves | None = None,
     ) -> tuple[tuple[Leaves, PyTree], tuple[Leaves, Recorded]]:
         """Scan over steps without traces, differentiable along all paths; `boundary` forms windows.
 
@@ -297,10 +297,11 @@ class Drive:
             carry: tuple[Leaves, PyTree], arrays: PyTree, mask: Array, reset: Array | None
         ) -> tuple[tuple[Leaves, PyTree], PyTree]:
             slices, at_sites, edges = arrays
-            return scan_once(body, carry, (slices, reset, at_sites, edges))
+            times = 1 if step.node is None else unroll_of_steps(step.rule_step.executor)
+            return scan_once(body, carry, (slices, reset, at_sites, edges), times)
 
         length = len(part.mask)
-        arrays = part.slices, at_sites, () if boundary is None else boundary.edges(at_starts)
+        arrays = part.slices, at_sites, () if boundary is None else boundary.edges(before_steps or [])
         if self.checkpoint_every is None or self.checkpoint_every >= length:
             return several(carry, arrays, part.mask, part.reset)
         sequence = Sequence(arrays, length, part.mask, part.reset)

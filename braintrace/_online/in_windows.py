@@ -6,9 +6,9 @@ those after it, the projection (`_rules/projection.py`) splits
     λ = u + (λ - u)        u = (λ Tᵀ) S goes on to the window before;  λ - u meets the traces.
 
 `jax.vjp` computes `λ`: the function `enter` is the identity before each step. At the start of a window, its
-backward pass returns `u` for the leaves, and `λ - u` and `λ` for `at_starts` (zeros, one per step). The first
-window of a part has none before it: its `λ` is the cotangent of the part's first leaves. The rule then turns
-these cotangents into gradients (`TraceRule.over_windows`).
+backward pass returns `u` for the leaves, and it returns `λ` for `before_steps` (zeros, one per step). The
+first window of a part has none before it: its `λ` is the cotangent of the part's first leaves. The rule then
+turns these cotangents into gradients (`TraceRule.over_windows`).
 
 The projection at the starts (`pairs`) may depend on the steps, so it is computed after the forward pass. It
 reaches `enter` as the cotangent of zeros that are carried along with the state.
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Bool, Int
+from jaxtyping import Int
 
 from .._executor.pull_back import is_inexact
 from .._executor.window import BackwardPass, starts_of
@@ -37,9 +37,8 @@ if TYPE_CHECKING:
 class Edge(NamedTuple):
     """The start of a window at a step; of all steps of a part, with a leading time axis."""
 
-    at_start: tuple[Leaves, Leaves]  # zeros whose cotangents are `λ - u` and `λ` before the step
-    is_start: Bool[Array, "*time"]  # whether a window after the first starts
-    pair: Int[Array, "*time"]  # number of its start among `starts[1:]`; 0, unused, in the first window
+    before_step: Leaves  # zeros whose cotangents are `λ` before the step
+    start: Int[Array, "*time"]  # the number of a window's start among `starts[1:]`; -1 at all other steps
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,10 +54,11 @@ class Boundary:
         """The first steps of all windows."""
         return starts_of(self.length, self.drive.window_length or self.length)
 
-    def edges(self, at_starts: tuple[Leaves, Leaves]) -> Edge:
+    def edges(self, before_steps: Leaves) -> Edge:
         """The `Edge` of every step."""
-        is_start = np.isin(np.arange(self.length), self.starts[1:])
-        return Edge(at_starts, is_start, np.maximum(np.cumsum(is_start) - 1, 0))  # type: ignore[arg-type]
+        starts = np.full(self.length, -1)
+        starts[self.starts[1:]] = np.arange(len(self.starts) - 1)
+        return Edge(before_steps, starts)  # type: ignore[arg-type]
 
     def enter(self, carry: tuple[Leaves, PyTree], edge: Edge) -> tuple[Leaves, PyTree]:
         """The leaves before a step; at the start of a window the projection splits their cotangents.
@@ -67,32 +67,27 @@ class Boundary:
         value, and each `enter` hands it on unchanged.
         """
         moving, pairs = carry
-        if not edge.at_start[0]:
+        if not edge.before_step:
             return carry
 
         @jax.custom_vjp
         def enter(leaves: Leaves, pairs: PyTree, edge: Edge) -> tuple[Leaves, PyTree]:
             return leaves, pairs
 
-        def backward(
-            residuals: tuple[Array, Array], cotangents: tuple[Leaves, PyTree]
-        ) -> tuple[Leaves, PyTree, Edge]:
-            (is_start, pair), (found, pairs) = residuals, cotangents
-            through = self._crossing(found, pairs, pair)
-            both = list(zip(found, through, strict=True))
-            on = [jnp.where(is_start, u, c) for c, u in both]
-            left = [jnp.where(is_start, c - u, jnp.zeros_like(c)) for c, u in both]
-            at_start = left, found[: len(edge.at_start[1])]
-            return on, pairs, Edge(at_start, None, None)  # type: ignore[arg-type]
+        def backward(start: Array, cotangents: tuple[Leaves, PyTree]) -> tuple[Leaves, PyTree, Edge]:
+            found, pairs = cotangents
+            through = self.crossing(found, pairs, jnp.maximum(start, 0))
+            on = [jnp.where(start >= 0, u, c) for c, u in zip(found, through, strict=True)]
+            return on, pairs, Edge(found, None)  # type: ignore[arg-type]
 
-        enter.defvjp(lambda leaves, pairs, edge: ((leaves, pairs), (edge.is_start, edge.pair)), backward)
+        enter.defvjp(lambda leaves, pairs, edge: ((leaves, pairs), edge.start), backward)
         leaves, pairs = enter([moving[n] for n in self.carried], pairs, edge)
         entered = list(moving)
         for n, leaf in zip(self.carried, leaves, strict=True):
             entered[n] = leaf
         return entered, pairs
 
-    def _crossing(self, cotangents: Leaves, pairs: PyTree, index: Int[Array, ""]) -> Leaves:
+    def crossing(self, cotangents: Leaves, pairs: PyTree, index: Int[Array, ""]) -> Leaves:
         """The part `u` of cotangents at a window's start; zero for rules without a projection."""
         rule_step, step = self.drive.step.rule_step, self.drive.step
         projection = rule_step.rule.projection
@@ -139,7 +134,7 @@ def in_windows(drive: Drive, start: Start, carry: Carry, part: Part) -> tuple[Ca
     def losses(
         wanted: Leaves,
         carried_at_start: Leaves,
-        at_starts: tuple[Leaves, Leaves],
+        before_steps: Leaves,
         pairs: PyTree,
         at_sites: dict[int, Array],
     ) -> PyTree:
@@ -147,7 +142,7 @@ def in_windows(drive: Drive, start: Start, carry: Carry, part: Part) -> tuple[Ca
         for n, leaf in zip(carried, carried_at_start, strict=True):
             moving[n] = leaf
         (moving, pairs), (outs, recorded) = drive.scan_steps(
-            start, wanted, (moving, pairs), part, at_sites, boundary=boundary, at_starts=at_starts
+            start, wanted, (moving, pairs), part, at_sites, boundary=boundary, before_steps=before_steps
         )
         loss = masked_sum(outs[0], part.mask)
         # an estimate `s` of dL/dh of later losses adds the term `<s, h>` at the end of the only window
@@ -161,28 +156,29 @@ def in_windows(drive: Drive, start: Start, carry: Carry, part: Part) -> tuple[Ca
         return (loss, pairs), (outs, moving, jax.lax.stop_gradient(recorded))
 
     wanted = [now[i] for i in drive.wanted]
-    # zeros whose cotangents are the parts that do not cross, and those before each step
     zeros = [jnp.zeros((length, *a.shape), a.dtype) for a in carried_at_start] if num_windows > 1 else []
-    at_starts = zeros, zeros if projection else []
     pairs = projection.no_pairs(executor, values, num_windows) if projection and num_windows > 1 else ()
     (loss, pairs), pull, (outs, moving, recorded) = jax.vjp(
-        losses, wanted, carried_at_start, at_starts, pairs, _zero_site_deltas(drive, length), has_aux=True
+        losses, wanted, carried_at_start, zeros, pairs, _zero_site_deltas(drive, length), has_aux=True
     )
     window = drive.window_of(start, carry.moving, part, recorded)
     passed = BackwardPass(window, size, fresh=drive.fresh, keep=drive.keep)
     if projection is not None:
         passed = replace(passed, pairs=projection.advance_basis(executor, values, passed))
         pairs = passed.pairs[1] if num_windows > 1 else pairs
-    grads, first, (left, whole), _, dys = pull((jnp.ones_like(loss), pairs))
+    grads, first, whole, _, dys = pull((jnp.ones_like(loss), pairs))
     if executor.sharding is not None:
         # run the two loops in sequence: CPU devices may match collectives of concurrent loops wrongly
-        recorded, first, left, whole = jax.lax.optimization_barrier((recorded, first, left, whole))
+        recorded, first, whole = jax.lax.optimization_barrier((recorded, first, whole))
         passed = replace(passed, window=drive.window_of(start, carry.moving, part, recorded))
     signals = read = [s[None] for s in first]
     if num_windows > 1:
-        signals = [a.at[0].add(s) for a, s in zip(left, first, strict=True)]
-        others = [a[boundary.starts[1] :: size] for a in whole]
-        read = [jnp.concatenate(pair) for pair in zip(read, others, strict=True)] if others else []
+        later = np.array(boundary.starts[1:])
+        others = [a[later[0] :: size] for a in whole]
+        through = jax.vmap(boundary.crossing, (0, None, 0))(others, pairs, np.arange(num_windows - 1))
+        left = jax.tree.map(jnp.subtract, others, through)
+        signals = [z.at[0].set(s).at[later].set(a) for z, s, a in zip(zeros, first, left, strict=True)]
+        read = [jnp.concatenate(pair) for pair in zip(read, others, strict=True)]
     signals = boundary.at_leaves(signals, (len(signals[0]) if signals else 1,))
     passed = replace(passed, signals=signals, dys=dys)
     if projection is not None:

@@ -141,8 +141,8 @@ class Balanced:
         s, t = pairs  # those of all windows
         return s, t
 
-    def no_pairs(self, per: PerSample, values: Values, windows: int) -> Rows:
-        return jnp.zeros_like(values[BASIS])
+    def no_pairs(self, per: PerSample, values: Values, windows: int) -> tuple[Rows, Rows]:
+        return tuple(jnp.zeros_like(values[BASIS]))
 
     def advance_basis(
         self, per: PerSample, values: Values, window: Window, size: int
@@ -164,7 +164,8 @@ class Balanced:
 
         starts = starts_of(window.length, size)
         none = jnp.zeros_like(tangent), jnp.zeros((len(starts), *tangent.shape), tangent.dtype)
-        return jax.lax.cond(self._has_reach(values), push, lambda: none), values[BASIS]
+        s, t = values[BASIS]  # two arrays: in the loop over steps, XLA would cut them out at each
+        return jax.lax.cond(self._has_reach(values), push, lambda: none), (s, t)
 
     def _has_reach(self, values: Values) -> Any:
         """Whether `P ν` is computed for the present sequence."""
