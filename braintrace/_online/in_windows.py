@@ -175,7 +175,7 @@ def in_windows(drive: Drive, start: Start, carry: Carry, part: Part) -> tuple[Ca
     if num_windows > 1:
         later = np.array(boundary.starts[1:])
         others = [a[later[0] :: size] for a in whole]
-        through = jax.vmap(boundary.crossing, (0, None, 0))(others, pairs, np.arange(num_windows - 1))
+        through = jax.vmap(boundary.crossing, (0, None, 0))(others, pairs, jnp.arange(num_windows - 1))
         left = jax.tree.map(jnp.subtract, others, through)
         signals = [z.at[0].set(s).at[later].set(a) for z, s, a in zip(zeros, first, left, strict=True)]
         read = [jnp.concatenate(pair) for pair in zip(read, others, strict=True)]

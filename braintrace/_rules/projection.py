@@ -146,7 +146,7 @@ class Balanced:
 
     def advance_basis(
         self, per: PerSample, values: Values, window: Window, size: int
-    ) -> tuple[tuple[Vectors, Vectors], Rows]:
+    ) -> tuple[tuple[Vectors, Vectors], tuple[Rows, Rows]]:
         """The tangent `P ν` after windows of `size` steps and at their starts, and the pair.
 
         `P ν` advances by the derivative of the steps along `(P ν, ν)`.
