@@ -9,8 +9,8 @@ import brainstate  # sets the precision when it is imported, so it comes first
 import jax
 import pytest
 
-from braintrace._executor import pending_steps
-from braintrace._rules import deferred
+from braintrace._executor import pending_kernels, pending_matrices, pending_steps, pending_windows
+from braintrace._rules import deferred, rank
 
 brainstate.environ.set(precision=64)
 jax.config.update("jax_enable_x64", True)
@@ -42,16 +42,27 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def pending(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
-    """Switches: every trace that fits is written once in three steps, by the kernels of a GPU."""
-    monkeypatch.setattr(pending_steps, "_write_plainly", partial(pending_steps.write, interpret=True))
-    monkeypatch.setattr(pending_steps, "_read_plainly", partial(pending_steps.read, interpret=True))
-    for name in ("_NARROWEST", "_ROWS", "_COLUMNS"):
+    """Switches: all that fits is written once in some steps, by the kernels of a GPU."""
+    for module in (pending_steps, pending_kernels):
+        monkeypatch.setattr(module, "_write_plainly", partial(module.write, interpret=True))
+        monkeypatch.setattr(module, "_read_plainly", partial(module.read, interpret=True))
+    for module in (pending_steps, pending_windows):
+        monkeypatch.setattr(module, "_NARROWEST", 1)
+    for name in ("_ROWS", "_COLUMNS"):
         monkeypatch.setattr(pending_steps, name, 1)
+    follow = partial(pending_kernels.follow, interpret=True)
+    monkeypatch.setattr(pending_kernels, "_follow_plainly", follow)
+    for name in ("_WRITTEN", "_READ", "_FOLLOWED"):
+        monkeypatch.setattr(pending_kernels, name, (4, 2))  # that do not fill the last block
     for module in (pending_steps, deferred):
         monkeypatch.setattr(module, "PENDING", 3)
-    monkeypatch.setattr(deferred, "_LARGE", 1)
+    for module in (pending_windows, pending_matrices, rank):
+        monkeypatch.setattr(module, "STEPS", 6)
+    for module in (deferred, pending_matrices):
+        monkeypatch.setattr(module, "_LARGE", 1)
 
     def switch(on: bool) -> None:
-        monkeypatch.setattr(deferred, "on_gpu", lambda: on)
+        for module in (deferred, pending_matrices):
+            monkeypatch.setattr(module, "on_gpu", lambda: on)
 
     return switch

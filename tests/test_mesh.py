@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 
 import braintrace
 from braintrace import nn
-from braintrace._executor import kernel_matrices, pending_steps, rows
+from braintrace._executor import pending_kernels, pending_steps
 from braintrace._frontends.pure import Pure
 from braintrace._report.collectives import bytes_sent, collectives
 from braintrace._rules.deferred import is_pending
@@ -444,15 +444,12 @@ def test_each_device_runs_the_kernels_on_its_part(size, kind, monkeypatch, pendi
     def noted(kernel: Any) -> Any:
         return lambda *args: taken.append(args) or kernel(*args, interpret=True)
 
-    monkeypatch.setattr(rows, "_SHORTEST", 1)
-    monkeypatch.setattr(kernel_matrices, "_LARGE", 1)
-    monkeypatch.setattr(rows, "_advance_plainly", noted(rows.advance))
-    monkeypatch.setattr(pending_steps, "_write_plainly", noted(pending_steps.write))
-    monkeypatch.setattr(pending_steps, "_read_plainly", noted(pending_steps.read))
+    for module in (pending_steps, pending_kernels):
+        monkeypatch.setattr(module, "_write_plainly", noted(module.write))
+        monkeypatch.setattr(module, "_read_plainly", noted(module.read))
     with jax.enable_x64(False):
         for on in (False, True):
             pending(on)
-            monkeypatch.setattr(kernel_matrices, "on_gpu", lambda on=on: on)
             given = jax.tree.map(lambda a: a.astype(jnp.float32), gru_on(mesh_of((4, 2), kind)))
             params, carry, xs, ys = given
             net = braintrace.online(gru, params, carry, xs[0], rule=rules.D_RTRL(rank=size))

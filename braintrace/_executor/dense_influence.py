@@ -81,7 +81,7 @@ class DenseInfluence:
         after = {}
         for i, name in self.names.items():
             if i not in excluded:
-                each = [_mixed(_of(C, i), values[v.names[i]], v._row_axis(i)) for v, C in by if i in v.names]
+                each = [mixed(_of(C, i), values[v.names[i]], v._row_axis(i)) for v, C in by if i in v.names]
                 each += [added[i]] if i in added else []
                 new = add_up(promoted(*each)) if each else values[name]
                 after[name] = new.astype(values[name].dtype)
@@ -114,9 +114,9 @@ class DenseInfluence:
     def _gradient(self, leaf: int, along: Array, kept: Array) -> Gradient:
         axis, dtype = self._row_axis(leaf), self._aval(leaf).dtype
         if mesh_of(kept) is not None:
-            return self._summed(leaf, jnp.squeeze(_mixed(along[:, None], kept, axis), axis).astype(dtype))
+            return self._summed(leaf, jnp.squeeze(mixed(along[:, None], kept, axis), axis).astype(dtype))
         if len(kept) == 1 and 1 < kept.shape[axis] <= _WRITTEN_OUT:
-            return jnp.squeeze(_mixed(along[:, None], kept, axis), (0, axis)).astype(dtype)
+            return jnp.squeeze(mixed(along[:, None], kept, axis), (0, axis)).astype(dtype)
         if kept.shape[axis] > 1:
             return jnp.tensordot(along, kept, ((0, 1), (0, axis))).astype(dtype)
         found = contract_states(along.reshape(1, -1, *[1] * (kept.ndim - 2)), jnp.squeeze(kept, axis)[None])
@@ -144,7 +144,7 @@ def _of(coefficients: Array | ByLeaf, leaf: int) -> Array:
 _WRITTEN_OUT = 16  # rows up to which sums over them are unrolled; above, a matrix product is faster
 
 
-def _mixed(mixing: Mixing, kept: Float[Array, "samples ..."], axis: int) -> Float[Array, "samples ..."]:
+def mixed(mixing: Mixing, kept: Float[Array, "samples ..."], axis: int) -> Float[Array, "samples ..."]:
     """`sum_r mixing[b, q, r] kept[b, .., r, ..]`, with the rows of `kept` at `axis`."""
     mixing, kept = promoted(mixing, kept)
     size = kept.shape[axis]

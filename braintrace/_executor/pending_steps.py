@@ -178,7 +178,7 @@ def _contract(trace: Array, h: Array, x: Array, dy: Array) -> Array:
     states, width, out = len(trace), *trace.shape[-2:]
     x, dy = x.reshape(-1, width), dy.reshape(-1, out)
     pending = jnp.einsum("ni,no->io", x, dy, preferred_element_type=jnp.float32)
-    return pending + _read(trace.reshape(states, -1, width, out), h.reshape(states, -1, out))
+    return pending + read_trace(trace.reshape(states, -1, width, out), h.reshape(states, -1, out))
 
 
 def _write(trace: Array, P: Array, d: Array, x: Array, due: Array) -> Array:
@@ -194,7 +194,8 @@ def _write(trace: Array, P: Array, d: Array, x: Array, due: Array) -> Array:
     return new.reshape(trace.shape)
 
 
-def _read(trace: Array, h: Array) -> Array:
+def read_trace(trace: Array, h: Array) -> Array:
+    """`sum_sm h[s, m] trace[s, m]`."""
     found: Array = jax.lax.platform_dependent(trace, h, cuda=read, default=_read_plainly)
     return found
 

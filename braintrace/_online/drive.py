@@ -351,14 +351,18 @@ class Drive:
         return outs, self.with_trace_sharding(self.leaves_now(start, moving))
 
     def _evolve_together(self, start: Start, sequence: Sequence) -> tuple[Leaves, Leaves]:
-        step = self.step
+        step, rule = self.step, self.step.rule_step.rule
 
         def part(moving: Leaves, arrays: PyTree, mask: Array, reset: Array | None) -> tuple[Leaves, Leaves]:
             now = Part(jax.tree.leaves(arrays), mask, reset)
             (after, _), (outs, recorded) = self.scan_steps(start, None, (moving, ()), now, {})
             values = step.traces_in(self.leaves_now(start, moving))
             window = self.window_of(start, moving, now, recorded)
-            advance = lambda values, window: ({**values, **step.rule_step.advance(values, window)}, ())
+
+            def advance(values: Values, window: Window) -> tuple[Values, tuple[()]]:
+                values = rule.with_room(step.rule_step.executor, values, window.length)
+                return {**values, **step.rule_step.advance(values, window)}, ()
+
             values, _ = window.scan_windows(self.window_length or window.length, advance, values)
             return self.with_values(after, values), outs
 

@@ -126,9 +126,9 @@ def in_windows(drive: Drive, start: Start, carry: Carry, part: Part) -> tuple[Ca
     carried = [n for n, i in enumerate(step.moving) if i in step.carried and is_inexact(carry.moving[n])]
     carried_at_start = [carry.moving[n] for n in carried]
     now = drive.leaves_now(start, carry.moving)
-    values = step.traces_in(now)
     boundary = Boundary(drive, length, carried)
     num_windows, size = len(boundary.starts), drive.window_length or length
+    values = rule.with_room(executor, step.traces_in(now), length if num_windows == 1 else None)
     projection = rule.projection
 
     def losses(

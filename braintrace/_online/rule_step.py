@@ -92,7 +92,7 @@ class RuleStep:
         return self.rule
 
     def advance(self, values: Values, window: Window) -> Values:
-        """The rule's arrays after a window of steps."""
+        """The rule's arrays after a window of steps, given those of `begin`, `with_room`."""
         return self.arrays.constrained(self.rule.advance(self.executor, values, window))
 
     # -- calls -------------------------------------------------------------------------------------
@@ -222,12 +222,12 @@ class RuleStep:
             params: Leaves, args: Leaves, consts: Leaves, carried: list[Leaves], values: Values
         ) -> tuple[Leaves, list[Leaves], Values]:
             outs, new, visited = run(params, args, consts, carried)
-            values = self.rule.begin(self.executor, values, fresh=False)
+            values = self._begun(values, length)
             return outs, new, {**values, **self.advance(values, window(params, args, consts, visited))}
 
         def forward(*operands: PyTree) -> tuple[PyTree, PyTree]:
             params, args, consts, carried, values = differentiated_once(operands)
-            values = self.rule.begin(self.executor, values, fresh=False)
+            values = self._begun(values, length)
 
             def differentiable(params: Leaves, args: Leaves, consts: Leaves, flat: Leaves) -> PyTree:
                 outs, new, visited = run(params, args, consts, _like(flat, carried))
@@ -257,6 +257,11 @@ class RuleStep:
 
         call.defvjp(forward, backward)
         return call(params, args, consts, carried, values)
+
+    def _begun(self, values: Values, length: int) -> Values:
+        """The rule's arrays at the start of a window."""
+        values = self.rule.begin(self.executor, values, fresh=False)
+        return self.rule.with_room(self.executor, values, length)
 
     # -- signals -----------------------------------------------------------------------------------
 

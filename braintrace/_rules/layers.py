@@ -11,6 +11,7 @@ If the traces of a layer are exact on its own states, its influence on the layer
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,15 +21,15 @@ from .._compiler.layers_above import Above, Across
 from .._compiler.step import name_of
 from .._executor.dense_influence import DenseInfluence
 from .._executor.executor import ETraceGraphExecutor
-from .._executor.kernel_matrices import AffineTermsOf
 from .._executor.memory import device_memory, show_bytes
 from .._executor.partial_sums import Gradient, plus
+from .._executor.pending_matrices import AffineTermsOf
 from .._executor.per_sample import PerSample, find_per_sample
 from .._executor.pulled_rows import PulledRows
 from .._executor.sharding import Spec
 from .._executor.trace_math import finite
 from .._executor.window import BackwardPass
-from .._types import Array, DTypeLike, Leaves, NumPyArray, Values
+from .._types import Array, Aval, DTypeLike, Leaves, NumPyArray, Values
 
 
 @dataclass(frozen=True)
@@ -38,14 +39,14 @@ class Layers:
     samples: int | str | None = "auto"
     dtype: DTypeLike | None = None
 
-    def start(self, executor: ETraceGraphExecutor) -> Values:
+    def start(self, executor: ETraceGraphExecutor, _: Values) -> Values:
         values = {name: a for block in self._blocks(executor) for name, a in block.store.zeros().items()}
         _check_memory(values)
         return values
 
     def over_windows(
         self, executor: ETraceGraphExecutor, before: Values, passed: BackwardPass, _: AffineTermsOf
-    ) -> tuple[Values, dict[int, Gradient]]:
+    ) -> Values:
         """`Q` after a window, given the rule's arrays before it."""
         blocks, values = self._blocks(executor), dict[str, Array]()
         for block in blocks:
@@ -53,7 +54,7 @@ class Layers:
             rows = PulledRows.through(per, passed.window, per.unit_rows[:, block.indices])
             by = [(blocks[n].store, rows.start[:, :, blocks[n].indices]) for n in block.acted_on_by]
             values.update(block.store.advanced(before, rows.added(per, before), by))
-        return values, {}
+        return values
 
     def past(self, executor: ETraceGraphExecutor, values: Values, signals: Leaves) -> dict[int, Gradient]:
         """The gradients `<signal, Q>` of signals at the carried states, by leaf of the parameters."""
@@ -68,7 +69,7 @@ class Layers:
         each = [block.store.reset(values, is_reset) for block in self._blocks(executor)]
         return {name: a for arrays in each for name, a in arrays.items()}
 
-    def specs(self, executor: ETraceGraphExecutor) -> dict[str, Spec]:
+    def specs(self, executor: ETraceGraphExecutor, _: Mapping[str, Aval]) -> dict[str, Spec]:
         return {name: s for block in self._blocks(executor) for name, s in block.store.specs().items()}
 
     def _blocks(self, executor: ETraceGraphExecutor) -> list[_Block]:

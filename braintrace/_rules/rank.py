@@ -14,6 +14,7 @@ variables, the gradient is exact.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import jax
@@ -24,14 +25,15 @@ from .._compiler.graph import TraceGraph
 from .._executor.bases import precise_einsum
 from .._executor.dense_influence import DenseInfluence
 from .._executor.executor import ETraceGraphExecutor
-from .._executor.kernel_matrices import AffineTermsOf, KernelMatrices
 from .._executor.partial_sums import Gradient
+from .._executor.pending_matrices import AffineTermsOf, PendingMatrices
+from .._executor.pending_windows import STEPS
 from .._executor.per_sample import PerSample, find_per_sample
 from .._executor.pulled_rows import PulledRows
 from .._executor.sharding import Spec
 from .._executor.trace_math import finite
-from .._executor.window import BackwardPass, Crossing
-from .._types import Array, DTypeLike, Leaves, PyTree, Values
+from .._executor.window import BackwardPass, Crossing, Window
+from .._types import Array, Aval, DTypeLike, Leaves, PyTree, Values
 from .projection import BASES, BASIS, TURN, Balanced, Pushed, along_rows, cross
 
 
@@ -47,18 +49,24 @@ class Rank:
     dtype: DTypeLike | None = None
     basis: Pushed | Balanced = BASES["pushed"]
 
-    def start(self, executor: ETraceGraphExecutor) -> Values:
+    def start(self, executor: ETraceGraphExecutor, traces: Values) -> Values:
         store = self._store(executor)
-        return {**self.basis.start(store.per, store.size), **store.zeros()}
+        values = {**self.basis.start(store.per, store.size), **store.zeros()}
+        return {**values, **PendingMatrices.start(store, {**traces, **values})}
 
     def lasting(self, executor: ETraceGraphExecutor) -> Values:
         """The arrays that survive a reset."""
         store = self._store(executor)
         return self.basis.lasting(store.per, store.size)
 
-    def specs(self, executor: ETraceGraphExecutor) -> dict[str, Spec]:
+    def specs(self, executor: ETraceGraphExecutor, shapes: Mapping[str, Aval]) -> dict[str, Spec]:
         store = self._store(executor)
-        return {**self.basis.specs(store.per), **store.specs()}
+        pending = PendingMatrices.of(store, shapes)
+        return {**self.basis.specs(store.per), **store.specs(), **pending.specs()}
+
+    def written(self, executor: ETraceGraphExecutor, values: Values, length: int | None = None) -> Values:
+        """The arrays with pending windows written, if there is no room for one more of this length."""
+        return PendingMatrices.of(self._store(executor), values).written(values, length)
 
     def over_windows(
         self,
@@ -66,24 +74,23 @@ class Rank:
         values: Values,
         passed: BackwardPass,
         affine_terms: AffineTermsOf,
-    ) -> tuple[Values, dict[int, Gradient]]:
+    ) -> Values:
         """The arrays after windows, given those before.
 
-        A kernel advances large arrays over a single window together with their traces, and computes the
-        gradient at its start in the same pass: these are returned by leaf.
+        A single window may be added to those that are pending for a matrix; its trace is then among the
+        arrays, too, as it was.
         """
-        per, single = self.per_sample(executor), passed.is_single
+        per = self.per_sample(executor)
         state, pairs = passed.pairs or self.advance_basis(executor, values, passed)
         after: Values = {}
-        grads: dict[int, Gradient] = {}
         pulled = read = None
         if passed.keep:
-            after, grads, rows = self._advance(executor, values, passed, state, pairs, affine_terms)
+            after, rows = self._advance(executor, values, passed, state, pairs, affine_terms)
             # in a stream, later losses are unknown
-            pulled = rows if single and not passed.fresh else None
+            pulled = rows if passed.is_single and not passed.fresh else None
         if passed.read is not None:
             read = jax.vmap(lambda c: finite(per.vectors(c, dual=True)))(passed.read)
-        return {**after, **self.basis.observed(per, values, state, read, len(passed.starts), pulled)}, grads
+        return {**after, **self.basis.observed(per, values, state, read, len(passed.starts), pulled)}
 
     def _advance(
         self,
@@ -93,8 +100,8 @@ class Rank:
         state: PyTree,
         pairs: PyTree,
         affine_terms: AffineTermsOf,
-    ) -> tuple[Values, dict[int, Gradient], Array]:
-        """`V` after windows, the kernel's gradients, and the rows of `S'` pulled back to the start."""
+    ) -> tuple[Values, Array]:
+        """`V` after windows, and the rows of `S'` pulled back to the start."""
         store, window, fresh = self._store(executor), passed.window, passed.fresh
         per = store.per
         new, old = self.basis.pair(self.basis.pairs(per, values))
@@ -109,21 +116,15 @@ class Rank:
         if window.length == 1:
             rows = rows.stored(max((values[name].nbytes for name in store.names.values()), default=0))
         mixing = self.basis.turned(values, precise_einsum("bqn,brn->bqr", rows.start, old))
-        kernel = KernelMatrices(store)
-        if passed.is_single and not fresh:
-            kernel = KernelMatrices.find(store, values, window, affine_terms)
-        added = rows.added(per, None if fresh else values, list(kernel.matrices))
-        after = store.advanced(values, added, [] if fresh else [(store, mixing)], list(kernel.matrices))
+        pending = PendingMatrices(store, {})
+        if passed.is_single and not fresh and window.length < STEPS:
+            pending = PendingMatrices.of(store, values)
+        waiting = list(pending.matrices)
+        added = rows.added(per, None if fresh else values, waiting)
+        after = store.advanced(values, added, [] if fresh else [(store, mixing)], waiting)
         if TURN in values:
             after[TURN] = jnp.eye(len(values[TURN]), dtype=values[TURN].dtype)
-        if not kernel.matrices:
-            return after, {}, rows.start
-        signal = jnp.zeros_like(old[:, 0])
-        if passed.signals is not None:
-            signal = finite(per.vectors(passed.first, dual=True))
-        along = self.basis.turned(values, along_rows(signal, old))
-        large, grads = kernel.advanced(values, rows, mixing, signal, along)
-        return {**after, **large}, grads if passed.signals is not None else {}, rows.start
+        return {**after, **pending.followed_by(values, window, rows, mixing, affine_terms)}, rows.start
 
     def advance_basis(
         self, executor: ETraceGraphExecutor, values: Values, passed: BackwardPass
@@ -144,14 +145,27 @@ class Rank:
     def past(self, executor: ETraceGraphExecutor, values: Values, signals: Leaves) -> dict[int, Gradient]:
         """The gradients `<signal, Tᵀ V>` of signals at the carried states, by leaf of the parameters."""
         store = self._store(executor)
+        return store.gradients(values, self._along(store, values, signals)[0])
+
+    def past_with_traces(
+        self, executor: ETraceGraphExecutor, values: Values, signals: Leaves, window: Window
+    ) -> dict[int, Gradient]:
+        """The gradients through `V` and the trace of each matrix of which windows are pending."""
+        store = self._store(executor)
+        pending = PendingMatrices.of(store, values)
+        return pending.gradients(values, *self._along(store, values, signals), window)
+
+    def _along(self, store: DenseInfluence, values: Values, signals: Leaves) -> tuple[Array, Array]:
+        """The coefficients of signals at the carried states in the rows of `V`, and their vectors."""
         signal = store.per.shard_samples(finite(store.per.vectors(signals, dual=True)))
         _, rows = self.basis.pair(self.basis.pairs(store.per, values))
-        return store.gradients(values, self.basis.turned(values, along_rows(signal, rows)))
+        return self.basis.turned(values, along_rows(signal, rows)), signal
 
     def forget(self, executor: ETraceGraphExecutor, values: Values, is_reset: Array) -> Values:
         store = self._store(executor)
         own = {name: values[name] for name in self.basis.start(store.per, 0)}
-        return {**store.reset(values, is_reset), **store.per.reset(own, is_reset)}
+        pending = PendingMatrices.of(store, values).reset(values, is_reset)
+        return {**store.reset(values, is_reset), **store.per.reset(own, is_reset), **pending}
 
     def per_sample(self, executor: ETraceGraphExecutor) -> PerSample:
         return find_per_sample(executor, self.samples)

@@ -40,6 +40,7 @@ from .._compiler.exactness import RuleKind
 from .._compiler.graph import TraceGraph
 from .._executor.executor import ETraceGraphExecutor, Local, sites_with_traces
 from .._executor.partial_sums import Gradient, plus
+from .._executor.pending_matrices import COUNT
 from .._executor.sharding import Sharding, Spec
 from .._executor.slots import Slot
 from .._executor.trace_recursion import Leak, Recursion
@@ -138,6 +139,10 @@ class Rule(ABC):
         """The arrays with all traces of the present step, if the rule does not write them at each step."""
         return values
 
+    def with_room(self, executor: ETraceGraphExecutor, values: Values, length: int | None) -> Values:
+        """The arrays before a window of this length, or several (None), which pending ones leave room for."""
+        return values
+
 
 class TraceRule(Rule):
     """A rule that stores traces of weights.
@@ -219,13 +224,13 @@ class TraceRule(Rule):
 
     def start(self, executor: ETraceGraphExecutor) -> Values:
         values = self.init(executor.slots, executor.example_local())
-        return values if self.correction is None else {**values, **self.correction.start(executor)}
+        return values if self.correction is None else {**values, **self.correction.start(executor, values)}
 
     def specs(self, executor: ETraceGraphExecutor, shapes: Shapes) -> dict[str, Spec]:
         at = executor.sharding
         assert at is not None
         found = self.trace_specs(executor.slots, at, shapes)
-        return found if self.correction is None else {**found, **self.correction.specs(executor)}
+        return found if self.correction is None else {**found, **self.correction.specs(executor, shapes)}
 
     def lasting(self, executor: ETraceGraphExecutor) -> Values:
         found = super().lasting(executor)
@@ -234,19 +239,25 @@ class TraceRule(Rule):
     def begin(self, executor: ETraceGraphExecutor, values: Values, *, fresh: bool) -> Values:
         return values if self.projection is None else self.projection.basis.renewed(values, fresh=fresh)
 
+    def with_room(self, executor: ETraceGraphExecutor, values: Values, length: int | None) -> Values:
+        return values if self.projection is None else self.projection.written(executor, values, length)
+
+    def up_to_date(self, executor: ETraceGraphExecutor, values: Values) -> Values:
+        return self.with_room(executor, values, None)
+
     def advance(self, executor: ETraceGraphExecutor, values: Values, window: Window) -> Values:
         values = self._reset_at_start(executor, values, window)
         after = self._advance_traces(executor, values, window)
-        return self._corrected(executor, values, after, BackwardPass(window, window.length))[0]
+        return self._corrected(executor, values, after, BackwardPass(window, window.length))
 
     def _corrected(
         self, executor: ETraceGraphExecutor, values: Values, after: Values, passed: BackwardPass
-    ) -> tuple[Values, dict[int, Gradient]]:
-        """The arrays after windows, given the traces then, and gradients by leaf that a kernel computed."""
+    ) -> Values:
+        """The arrays after windows, given the traces then."""
         if self.correction is None:
-            return after, {}
-        more, grads = self.correction.over_windows(executor, values, passed, self.affine_terms)
-        return {**values, **after, **more}, grads
+            return after
+        more = self.correction.over_windows(executor, values, passed, self.affine_terms)
+        return {**values, **after, **more}
 
     def _reset_at_start(self, executor: ETraceGraphExecutor, values: Values, window: Window) -> Values:
         """Reset the samples that are reset at the first step, whose corrections have no past."""
@@ -266,8 +277,10 @@ class TraceRule(Rule):
         found = executor.to_parameters(window.params, window.first_consts, grads)
         if self.correction is None:
             return found
-        more = self.correction.past(executor, values, signals)
-        return [plus(a, more.get(i)) for i, a in enumerate(found)]
+        more, whole = self.correction.past(executor, values, signals), dict[int, Gradient]()
+        if self.projection is not None:
+            whole = self.projection.past_with_traces(executor, values, signals, window)
+        return [whole.get(i, plus(a, more.get(i))) for i, a in enumerate(found)]
 
     def over_windows(
         self, executor: ETraceGraphExecutor, values: Values, passed: BackwardPass
@@ -277,12 +290,14 @@ class TraceRule(Rule):
         if passed.is_single:
             inside, after = passed.within(), values
             past = [None] * len(inside) if passed.fresh else self.past(executor, values, passed.first, window)
+            if COUNT in values and executor.sharding is None:
+                # pending steps are updated after they are read, or XLA would copy them
+                values, past = jax.lax.optimization_barrier((values, past))
             if passed.keep:
                 after = self._advance_traces(executor, values, window)
         else:
             inside, past, after = self._over_several(executor, values, passed)
-        after, by_kernel = self._corrected(executor, values, after, passed)
-        past = [by_kernel.get(i, a) for i, a in enumerate(past)]
+        after = self._corrected(executor, values, after, passed)
         return list(map(plus, inside, past)), after
 
     def _over_several(
