@@ -167,6 +167,7 @@ Given = Sequence[tuple[Any, Sequence[str]]]  # arrays, and which of their axes a
 
 
 _ROWS = ("b", "i", "", "o")
+_NUMBER = {"o": 0, "i": 1, "b": 2, "part": 2}  # of a program, by axis: neighbours read what lies side by side
 
 
 def _call(
@@ -183,8 +184,7 @@ def _call(
 
     def spec(array: Any, axes: Sequence[str]) -> Any:
         # of each axis: the part of the batch, the row or the column of the block, or all of it
-        at = {"i": 0, "o": 1, "b": 2, "part": 2}
-        index = lambda *ids: tuple(ids[at[a]] if a else 0 for a in axes)
+        index = lambda *ids: tuple(ids[_NUMBER[a]] if a else 0 for a in axes)
         return pl.BlockSpec(shape.block(array, axes), index)
 
     options: dict[str, Any] = {"interpret": True}
@@ -192,7 +192,7 @@ def _call(
         options = {"compiler_params": triton.CompilerParams(num_warps=warps, num_stages=2)}
     return pl.pallas_call(  # type: ignore[no-any-return]
         partial(kernel, at=_At(shape, triton.load, triton.store)),
-        grid=(-(-shape.width // shape.i), -(-shape.out // shape.o), shape.parts),
+        grid=(-(-shape.out // shape.o), -(-shape.width // shape.i), shape.parts),
         in_specs=[spec(*pair) for pair in given],
         out_specs=[spec(*pair) for pair in outs],
         out_shape=[a for a, _ in outs],
@@ -215,14 +215,14 @@ class _At:
     def here(self) -> _At:
         """For the present program; not inside of control flow, where a program has no number."""
         s = self.shape
-        return replace(self, i=self._inside(s.width, s.i, 0), o=self._inside(s.out, s.o, 1))
+        return replace(self, i=self._inside(s.width, s.i, "i"), o=self._inside(s.out, s.o, "o"))
 
-    def _inside(self, size: int, block: int, axis: int) -> Any:
+    def _inside(self, size: int, block: int, axis: str) -> Any:
         from jax.experimental import pallas as pl
 
         if size % block == 0:
             return None
-        return jnp.arange(block, dtype=jnp.int32) < size - pl.program_id(axis) * block
+        return jnp.arange(block, dtype=jnp.int32) < size - pl.program_id(_NUMBER[axis]) * block
 
     def get(self, ref: Any, *masks: Any) -> Any:
         """A block, with zeros outside of the array."""
@@ -280,7 +280,7 @@ def _follow_kernel(d: Any, mix: Any, *rest: Any, at: _At) -> None:
 
     *own, count, new = rest
     at, size, num, b = at.here(), at.shape.rows, d.shape[1], jnp.int32(0)
-    is_pending = pl.program_id(0) * at.shape.i < count[0]
+    is_pending = pl.program_id(_NUMBER["i"]) * at.shape.i < count[0]
 
     @pl.when(count[0] == 0)
     def _() -> None:
