@@ -301,7 +301,7 @@ def test_module_info():
     assert [v.aval.shape for v in info.arg_invars] == [x.shape]
     assert info.dict().keys() >= {"closed_jaxpr", "program", "hidden"}
     assert [v.aval.shape for v in info.out_atoms] == [(2, 2)]
-    assert len(info.jaxpr.outvars) == 3
+    assert len(info.jaxpr.outvars) == 5
 
 
 def test_find_functions_agree_with_the_graph():
