@@ -285,8 +285,8 @@ def test_every_rule_follows_every_primitive_or_says_that_it_does_not(kind):
                 return net.grad(loss, params, carry, traces, xs, weights, chunk_size=1, reduction="sum")[0]
 
             if len(missed) == 2 * len(parts) and kind != "linear algebra":
-                jax.eval_shape(gradient, params)  # there is nothing to compare
-                continue
+                jax.eval_shape(lambda net=net: net.step(params, carry, net.init(params, carry), xs[0]))
+                continue  # there is nothing to compare
             found = gradient(params)
             for of, own in params.items():
                 for n in own:
