@@ -127,7 +127,6 @@ def test_starts_without_jax():
     subprocess.run([sys.executable, "-c", code, *words], check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
 
 
-@pytest.mark.slow
 def test_what_is_imported_late_keeps_the_precision():
     code = (
         "import braintrace, jax; jax.config.update('jax_enable_x64', True); braintrace.nn; braintrace.fit\n"
