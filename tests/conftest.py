@@ -16,6 +16,7 @@ from braintrace._rules import deferred, rank
 brainstate.environ.set(precision=64)
 jax.config.update("jax_enable_x64", True)
 jax.config.update("jax_num_cpu_devices", 8)  # what names no mesh goes to the first of them
+jax.config.update("jax_enable_compilation_cache", False)  # no folder is set: programs need no keys
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
