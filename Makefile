@@ -7,7 +7,7 @@ OLDEST = jax==0.8.0 jaxlib==0.8.0 brainstate==0.5.0 brainunit==0.5.0 brainevent=
 # Compiling is most of the time of a test, so XLA optimises little, emits plainly and all at once (where it knows
 # those flags: it stops at one that it does not know), and one thread does for each worker.
 IF_KNOWN = xla_cpu_use_fusion_emitters=false xla_cpu_parallel_codegen_split_count=1
-TEST_ENV = JAX_PLATFORMS=cpu JAX_DISABLE_MOST_OPTIMIZATIONS=1 XLA_FLAGS="--xla_cpu_multi_thread_eigen=false \
+TEST_ENV = JAX_PLATFORMS=cpu OPENBLAS_NUM_THREADS=1 JAX_DISABLE_MOST_OPTIMIZATIONS=1 XLA_FLAGS="--xla_cpu_multi_thread_eigen=false \
     $(foreach flag,$(IF_KNOWN),$(shell grep -qs $(firstword $(subst =, ,$(flag))) \
     $(firstword $(^D))/lib/python3*/site-packages/jaxlib/*.so && echo --$(flag)))"
 PYTEST = -m pytest -q -n auto --dist worksteal

@@ -1,10 +1,18 @@
 """Doctests run with the defaults of JAX, as for users; tests are stricter (tests/conftest.py)."""
 
+import zlib
 from collections.abc import Iterator
 
 import brainstate
 import jax
 import pytest
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave a third of the examples in docstrings, chosen by a hash of the name, in the fast loop."""
+    for item in items:
+        if isinstance(item, pytest.DoctestItem) and zlib.crc32(item.name.encode()) % 3:
+            item.add_marker("slow")
 
 
 @pytest.fixture(autouse=True)

@@ -8,6 +8,7 @@ from functools import partial
 import brainstate  # sets the precision when it is imported, so it comes first
 import jax
 import pytest
+from jaxlib.mlir import ir
 
 from braintrace._executor import pending_kernels, pending_matrices, pending_steps, pending_windows
 from braintrace._rules import deferred, rank
@@ -15,12 +16,20 @@ from braintrace._rules import deferred, rank
 brainstate.environ.set(precision=64)
 jax.config.update("jax_enable_x64", True)
 jax.config.update("jax_num_cpu_devices", 8)  # what names no mesh goes to the first of them
+jax.config.update("jax_enable_compilation_cache", False)  # no folder is set: programs need no keys
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 # brainstate checks the bounds of each draw by a `cond` that is compiled each time
 if checks := sys.modules.get("brainstate.transform._error_if"):
     checks.jit_error_if = lambda *args, **kwargs: None
+
+# JAX makes an MLIR context for each program that it compiles, which takes 3 ms. One does for all, except for
+# those that are compiled while another is: their modules would become part of its module.
+if lowering := sys.modules.get("jax._src.interpreters.mlir"):
+    new_context = lowering.make_ir_context
+    shared_context = new_context()
+    lowering.make_ir_context = lambda: new_context() if ir.Context.current else shared_context
 
 # Tracing makes many objects that live as long as a test: look for cycles among them less often.
 gc.freeze()

@@ -439,9 +439,9 @@ def check_verdicts(seed: int) -> None:
     others = list(VERDICTS)[1:]
     nets, claims = {}, {}
     with warnings.catch_warnings(action="ignore"):
+        first = bt.online(step, params, carry, xs[0], mark=mark)
         for name in ("D_RTRL", others[seed % len(others)]):
-            rule, window = VERDICTS[name]
-            net = bt.online(step, params, carry, xs[0], rule=rule, window=window, mark=mark)
+            net = first.with_rule(*VERDICTS[name])
             missed = {path[-1] for path in net.report.exactness.weights}
             if not params.keys() <= missed:
                 nets[name], claims[name] = net, params.keys() - missed

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
-import subprocess
-import sys
 from argparse import Namespace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from . import frameworks
 from .models import time_step
-from .options import UsageError, add_command, add_options
+from .options import add_command, add_options
 from .rules import learner_of, parse_rule
 
 if TYPE_CHECKING:
@@ -22,13 +18,10 @@ OUTPUTS = 8
 ABOUT = """\
 Time the rules and BPTT on this machine, for a network of a given size and random data.
 
---suite runs the benchmarks of a checkout of the sources instead; arguments after `--` are passed to it.
-
 examples:
   braintrace bench
   braintrace bench --cell lstm --hidden 256 --batch-size 64 --length 200
   braintrace bench --rules eprop 'snap(n=1)' 'ottt(leak=0.9)'
-  braintrace bench --suite -- --quick
 """
 
 
@@ -37,21 +30,9 @@ def add_to(commands: Commands) -> None:
     parser.set_defaults(seed=0)
     sizes = {"inputs": 32, "hidden": 128, "batch_size": 16, "length": 50}
     add_options(parser, "cell inputs hidden batch_size length rules", cell="gru", **sizes)
-    parser.add_argument("--suite", action="store_true", help="run the benchmarks of a checkout")
-    parser.add_argument("rest", nargs="*", help=argparse.SUPPRESS)
 
 
 def run(given: Namespace) -> int:
-    if given.suite:
-        script = Path(__file__).parents[2] / "benchmarks" / "bench.py"
-        if not script.exists():
-            raise UsageError(
-                "The suite does not come with the package: it is `benchmarks/` in a checkout of the sources. "
-                "Without --suite, `braintrace bench` compares rules for one size."
-            )
-        return subprocess.run([sys.executable, str(script), *given.rest], check=False).returncode
-    if given.rest:
-        raise UsageError(f"Unknown argument {given.rest[0]!r}.")
     with time_step():
         _compare(given)
     return 0

@@ -184,15 +184,6 @@ class ModuleInfo:
 
         return self if self.step.found else read_step(mark_uses(self.step))
 
-    @property
-    def num_var_out(self) -> int:
-        """The number of outputs of the model; the outputs of the jaxpr after these are new states."""
-        return len(self.out_atoms)
-
-    @property
-    def num_var_state(self) -> int:
-        return len(self.jaxpr.outvars) - self.num_var_out
-
     @cached_property
     def params(self) -> tuple[StateEntry, ...]:
         return tuple(e for e in self.entries if e.is_param)
@@ -225,28 +216,12 @@ class ModuleInfo:
         return {v: (e.path, i) for e in self.params for i, v in enumerate(e.invars)}
 
     @property
-    def invar_to_weight_path(self) -> dict[Var, Path]:
-        return {v: e.path for e in self.params for v in e.invars}
-
-    @property
     def weight_path_to_invars(self) -> dict[Path, list[Var]]:
         return {e.path: list(e.invars) for e in self.params}
 
     @property
     def hidden_path_to_invar(self) -> dict[Path, Var]:
         return {h.path: h.invar for h in self.hidden}
-
-    @property
-    def hidden_path_to_outvar(self) -> dict[Path, Var]:
-        return {h.path: h.outvar for h in self.hidden}
-
-    @property
-    def state_id_to_path(self) -> dict[int, Path]:
-        return {id(e.state): e.path for e in self.entries}
-
-    @property
-    def compiled_model_states(self) -> tuple[Handle, ...]:
-        return tuple(e.state for e in self.entries)
 
     def dict(self) -> Options:
         names = ("closed_jaxpr", "program", "entries", "hidden", "weight_path_to_invars")

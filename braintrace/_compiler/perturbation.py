@@ -13,7 +13,7 @@ from functools import cached_property
 import jax
 
 from .._compat import ClosedJaxpr
-from .._types import Array, Handle
+from .._types import Array
 from .evaluation import View, World, evaluate
 from .groups import HiddenGroup
 from .module_info import ModuleInfo
@@ -41,10 +41,6 @@ class HiddenPerturbation:
     @property
     def perturb_hidden_paths(self) -> list[Path]:
         return [h.path for h in self.info.hidden]
-
-    @property
-    def perturb_hidden_states(self) -> list[Handle]:
-        return [h.state for h in self.info.hidden]
 
     def init_perturb_data(self) -> list[Array]:
         """Zeros, one array for each new state."""

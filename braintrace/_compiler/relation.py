@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-import numpy as np
-
 from .._compat import ClosedJaxpr, Primitive
 from .._ops.axis_labels import Labels, Layout
 from .._ops.primitive import ETPPrimitive
@@ -43,10 +41,6 @@ class PositionMap:
     complete: bool
     reach: Reach = field(repr=False)
     source_width: int | None = None
-
-    @property
-    def is_identity(self) -> bool:
-        return bool(np.array_equal(self.map.ravel(), np.arange(self.map.size)))
 
 
 @dataclass(frozen=True, eq=False)

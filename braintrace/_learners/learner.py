@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import jax
@@ -11,7 +12,6 @@ import jax.numpy as jnp
 
 from .. import _meshes
 from .._compiler.step import Path
-from .._executor.memory import device_memory
 from .._executor.pull_back import is_inexact
 from .._frontends.functions import Function
 from .._lines import warn_user
@@ -145,8 +145,6 @@ class Learner:
         train: Train = None,
         mask: ArrayLike | None = None,
         chunk_size: int | None = None,
-        memory_budget: int | None = None,
-        progress: bool = True,
         **options: Option,
     ) -> Comparison:
         """Compare rules on this function and data, as `braintrace.compare`; the learner is not changed."""
@@ -160,9 +158,7 @@ class Learner:
         sequence = Sequence.check((xs, *more), mask)
         arguments = lambda xs, ys: (xs,) if ys is None else (xs, ys)
         problem = Problem(self, loss, params, carry, sequence, chunk_size, arguments)
-        budget = device_memory() if memory_budget is None else memory_budget
-        choices = rules_to_compare(self, sequence.length, rules, budget, options)
-        return compare_rules(problem, choices, train, budget, progress)
+        return compare_rules(problem, partial(rules_to_compare, rules), train, **options)
 
     # -- the pure functions ------------------------------------------------------------------------
 

@@ -11,12 +11,12 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import brainstate
 import jax
 import jax.numpy as jnp
 
-from .._executor.memory import device_memory
 from .._frontends.modules import Mark, read_module, read_states
 from .._online.request import WindowSize, check_chunk_size, split_loss
 from .._online.sequence import NeverCalledError, Sequence
@@ -69,8 +69,6 @@ def compare(
     chunk_size: int | None = None,
     batched: bool = True,
     seed: int = 0,
-    memory_budget: int | None = None,
-    progress: bool = True,
     **options: Option,
 ) -> Comparison:
     """Compare learning rules on a model and data; the model is left as it is.
@@ -91,9 +89,9 @@ def compare(
             memory allows.
         batched: Whether arrays have a batch axis after time.
         seed: The seed of initial states and of random numbers of the model.
-        memory_budget: Bytes of traces above which a rule is not tried; by default the device's memory.
-        progress: Whether to show a progress bar.
-        **options: `window`, `rank`, `basis` and `across` add `D_RTRL` with these options.
+        **options: `window`, `rank`, `basis` and `across` add `D_RTRL` with these options. `memory_budget` is
+            the bytes of traces above which a rule is not tried, by default the device's memory.
+            `progress=False` shows no progress bar.
 
     Returns:
         A table of the rules, with a recommendation.
@@ -113,9 +111,7 @@ def compare(
     arguments = lambda xs, ys: (xs if ys is None else (xs, ys),)
     sequence = Sequence.check(arguments(*sequence.arrays, *[None] * (ys is None)), sequence.mask)
     problem = Problem(learner, lambda loss: loss, params, carry, sequence, chunk_size, arguments)
-    budget = device_memory() if memory_budget is None else memory_budget
-    choices = rules_to_compare(learner, sequence.length, rules, budget, options)
-    return compare_rules(problem, choices, train, budget, progress)
+    return compare_rules(problem, partial(rules_to_compare, rules), train, **options)
 
 
 def _with_loss(model: brainstate.nn.Module, step_fn: Function, sequence: Sequence) -> Functional:

@@ -163,7 +163,7 @@ def read_request(
 
 
 def rules_to_compare(
-    learner: Learner, length: int, rules: Rules | None, budget: int, options: Options
+    rules: Rules | None, learner: Learner, length: int, budget: int, options: Options
 ) -> list[RuleChoice]:
     """BPTT, and these rules or, if None, rules from cheap to exact with `RTRL` if it is small.
 

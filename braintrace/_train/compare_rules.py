@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._compiler.step import show_path
+from .._executor.memory import device_memory
 from .._executor.pull_back import is_inexact
 from .._lines import raising_line
 from .._online.sequence import Sequence
@@ -26,7 +27,7 @@ from .._report import check as checks
 from .._report.check import Gradients, compare_gradients, round_off
 from .._report.plan import bytes_of
 from .._report.tables import show_bytes
-from .._types import Array, Function, Key, Leaves, Options, PyTree
+from .._types import Array, Function, Key, Leaves, Option, Options, PyTree
 from .batches import Batches, read
 from .comparison import Agreement, Compared, Comparison
 from .engine import with_aux
@@ -111,10 +112,18 @@ class Problem:
 
 
 def compare_rules(
-    problem: Problem, choices: list[RuleChoice], train: Train, budget: int, progress: bool
+    problem: Problem,
+    choose: Callable[[Learner, int, int, Options], list[RuleChoice]],
+    train: Train,
+    *,
+    memory_budget: int | None = None,
+    progress: bool = True,
+    **options: Option,
 ) -> Comparison:
-    """Measure rule after rule; the first is BPTT, which gives the exact gradient."""
+    """Measure the rules that `choose` returns; the first is BPTT, which gives the exact gradient."""
     training = read_training(train)
+    budget = device_memory() if memory_budget is None else memory_budget
+    choices = choose(problem.learner, problem.sequence.length, budget, options)
     rows: list[Compared] = []
     truth: Gradients = {}
     with Bar(len(choices), progress, "", stderr=True) as bar:

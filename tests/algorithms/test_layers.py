@@ -91,10 +91,9 @@ def of_stack(name: str) -> tuple[Any, Any]:
         return bptt(stack(*STACKS[name]), data()), online(learner, data())
 
 
-@pytest.mark.parametrize(
-    "name", ["lru", *(pytest.param(n, marks=pytest.mark.slow) for n in STACKS if n != "lru")]
-)
-@pytest.mark.parametrize("window", every(2, [1, 2]))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", STACKS)
+@pytest.mark.parametrize("window", [1, 2])
 def test_a_stack_of_diagonal_layers_equals_bptt(name, window):
     truth, diagonal = of_stack(name)
     with lenient(), brainstate.environ.context(dt=1.0 * u.ms):

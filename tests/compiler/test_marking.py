@@ -17,7 +17,8 @@ import braintrace as bt
 from braintrace import DiagnosticKind, compile_etrace_graph
 from braintrace._ops.primitive import without_marks
 from tests.oracle import bptt
-from tests.run import agree, by_bptt, by_d_rtrl, difference, every, online, sequence
+from tests.run import agree, by_bptt, by_d_rtrl, compiled, difference, every, online, sequence, some
+from tests.run import graph_of as marked_graph
 from tests.zoo import CASES, Step
 
 ROUND_OFF = 1e-10
@@ -56,23 +57,33 @@ EXCEPTIONS = {
     "weight_of_input": "a weight times an input is found where it meets the input",
 }
 
+KINDS = {case.kind for case in CASES.values()}
+# Of the others, a third of each kind shows that equal graphs have equal gradients.
+WITH_GRADIENTS = {n for kind in KINDS for n in some(3, [n for n in CASES if CASES[n].kind == kind])} | {
+    *EXCEPTIONS
+}
+
 
 @pytest.mark.parametrize("name", every(24, CASES))
 def test_the_zoo_without_its_marks(name):
-    case, (marked, truth) = CASES[name], by_d_rtrl(name)
-    xs = sequence(case)
+    case, xs = CASES[name], sequence(CASES[name])
+    marked, truth = by_d_rtrl(name) if name in WITH_GRADIENTS else (marked_graph(name), {})
     remembered = name == "same_call_twice"  # by `jit`: the marks, and that there were none
     if remembered:
         jax.clear_caches()
     with without_marks():
-        unmarked = bt.D_RTRL(case.build(), mark="auto")
-        found = online(unmarked, xs)
+        unmarked = compiled(bt.D_RTRL(case.build(), mark="auto"), xs[0])
+        found = online(unmarked, xs) if name in WITH_GRADIENTS else {}
     if remembered:
         jax.clear_caches()
     graphs = marked, unmarked.graph
     assert all(s.found for s in graphs[1].module_info.program.sites)
     groups = [[g.hidden_paths for g in graph.hidden_groups] for graph in graphs]
-    same = learned(graphs[0]) == learned(graphs[1]) and agree(truth, found, ROUND_OFF)
+    same = learned(graphs[0]) == learned(graphs[1])
+    if truth:
+        same = same and agree(truth, found, ROUND_OFF)
+    else:
+        assert len({frozenset(graph.exactness().weights) for graph in graphs}) == 1
     assert groups[0] == groups[1]
     assert same == (name not in EXCEPTIONS), (
         learned(graphs[0]) ^ learned(graphs[1]),
