@@ -119,21 +119,25 @@ def operators(
         return [partial(precise_einsum, "nm,mr->nr", average) for average in averages]
     core = precise_einsum("nm,snk->smk", jnp.asarray(_test_columns(n, size), averages.dtype), averages)
     core = (core + jnp.swapaxes(core, 1, 2)) / 2
-    level = 1e-5 * jnp.trace(core, axis1=1, axis2=2) / size
-    level = jnp.where(level > 0, level, 1)
+    total = jnp.trace(core, axis1=1, axis2=2) / size
+    total = jnp.where(total > 0, total, 1)[:, None, None, None]
     # rounding can make a core indefinite: the least of three levels is taken for which it is not
-    levels = level[:, None] * jnp.asarray([[1, 100, 10_000]], level.dtype)
-    roots = jnp.linalg.cholesky(
-        core[:, None] + levels[..., None, None] * jnp.eye(size, dtype=core.dtype)[None, None]
-    )
-    least = jnp.argmax(jnp.all(jnp.isfinite(roots), axis=(2, 3)), axis=1)
-    root = jnp.take_along_axis(roots, least[:, None, None, None], 1)[:, 0]
-    factors = jax.lax.linalg.triangular_solve(root, jnp.swapaxes(averages, 1, 2), left_side=True, lower=True)
-    return [partial(_by_factor, factor) for factor in factors]
+    levels = jnp.asarray([1e-5, 1e-3, 1e-1], core.dtype)[None, :, None, None]
+    eye = jnp.broadcast_to(jnp.eye(size, dtype=core.dtype), (len(averages), 3, size, size))
+    # The root of `[[A, I], [I, c I]]` has the transposed inverse of the root of `A` as its lower left block.
+    # A triangular solve would start threads of its own on a CPU, which compete with those of XLA.
+    blocks = [[core[:, None] / total + levels * eye, eye], [eye, 1e20 * eye]]
+    inverses = jnp.linalg.cholesky(jnp.block(blocks), symmetrize_input=False)[..., size:, :size]
+    least = jnp.argmax(jnp.all(jnp.isfinite(inverses), axis=(2, 3)), axis=1)
+    roots = jnp.take_along_axis(inverses / jnp.sqrt(total), least[:, None, None, None], 1)[:, 0]
+    return [partial(_nystrom, average, root) for average, root in zip(averages, roots, strict=True)]
 
 
-def _by_factor(factor: Float[Array, "sketch state"], columns: Columns) -> Columns:
-    return precise_einsum("kn,kr->nr", factor, precise_einsum("kn,nr->kr", factor, columns))
+def _nystrom(average: Covariance, root: Float[Array, "sketch sketch"], columns: Columns) -> Columns:
+    """`C R Rᵀ Cᵀ` of columns."""
+    found = precise_einsum("nk,nr->kr", average, columns)
+    found = precise_einsum("km,mr->kr", root, precise_einsum("km,kr->mr", root, found))
+    return precise_einsum("nk,kr->nr", average, found)
 
 
 def trace(average: Covariance) -> Array:

@@ -16,8 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool
 
-from .._compat import primitives
+from .._compat import Primitive, primitives
 from .._compiler.errors import NotSupportedError
+from .._compiler.primitives import COPIES, ELEMENT_WISE, LAYOUT, PARTS
 from .._compiler.program import Site
 from .._meshes import all_on_mesh
 from .effective_weights import Effective
@@ -338,7 +339,10 @@ def where_rows(rows: Bool[Array, " samples"], these: Any, others: Any) -> Array:
 def scan_once(
     body: Callable[[Any, Any], tuple[Any, Any]], carry: Any, xs: Any, unroll: int = 1
 ) -> tuple[Any, Any]:
-    """`jax.lax.scan` that stores an array once which is several outputs of `body`."""
+    """`jax.lax.scan` that stores an array once which is several outputs of `body`.
+
+    Its derivative stores no element-wise results, and computes them again.
+    """
     places: list[Any] = []
 
     def distinct(carry: Any, x: Any) -> tuple[Any, list[Array]]:
@@ -348,8 +352,13 @@ def scan_once(
         places[:] = [jax.tree.unflatten(tree, [list(found).index(id(a)) for a in leaves])]
         return carry, list(found.values())
 
+    distinct = jax.checkpoint(distinct, policy=_is_costly, prevent_cse=False)
     carry, found = jax.lax.scan(distinct, carry, xs, unroll=unroll)
     return carry, jax.tree.map(lambda i: found[i], places[0])
+
+
+def _is_costly(primitive: Primitive, *_: object, **__: object) -> bool:
+    return primitive not in ELEMENT_WISE | LAYOUT | COPIES | PARTS
 
 
 def each_step(function: Callable[[Any], Any], args: Any) -> Any:
