@@ -31,7 +31,7 @@ from .._ops.axis_labels import Labels, Layout, align
 from .partial_sums import DeviceSplit, Gradient
 from .sharding import Sharding
 from .take_at import take_at
-from .trace_math import States, add_up, contract_states, promoted, states, times
+from .trace_math import States, add_up, contract_states, guarded, promoted, states, times
 from .weight_gradients import (
     factor_over_time,
     floating_factor,
@@ -310,15 +310,16 @@ class Slot:
         if D is None:
             return jnp.zeros_like(trace)
         D, trace = promoted(D, trace)
+        D, by = guarded(D, trace.nbytes)
         n, at = self.group.num_state, self._varying(self.at)
         blocks = [[align(D[s, r], at, self.labels) for r in range(n)] for s in range(n)]
         if n == 1:
-            return times(blocks[0][0][None], trace)
+            return by(blocks[0][0][None], trace)
         each = states(trace, 0)
         kept = [[r for r in range(n) if coupled is None or coupled[s, r]] for s in range(n)]
         return jnp.stack(
             [
-                add_up(times(blocks[s][r], each[r]) for r in kept[s]) if kept[s] else jnp.zeros_like(each[0])
+                add_up(by(blocks[s][r], each[r]) for r in kept[s]) if kept[s] else jnp.zeros_like(each[0])
                 for s in range(n)
             ]
         )

@@ -209,4 +209,4 @@ def _unshared(D: Any, factor: Any, J: Any, size: int) -> tuple[Any, Any, Any]:
         return D, factor, J
     D, x, J = jax.lax.optimization_barrier((D, factor[0], J))
     x = row_major(x) if on_gpu() and mesh_of(x) is None else x  # XLA would gather a sharded one
-    return stored(D, size), (x, factor[1]), stored(J, size)
+    return D, (x, factor[1]), stored(J, size)

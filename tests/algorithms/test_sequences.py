@@ -423,6 +423,10 @@ def test_factors_of_large_traces_are_stored_unchanged(monkeypatch):
     found = jax.jit(lambda a: trace_math.stored(a, 2**20, [a[::-1], jnp.ones(0)]))(values)
     np.testing.assert_array_equal(np.signbit(found), np.signbit(values))
     np.testing.assert_array_equal(found, values)
+    for size in (0, 2**20):  # a zero trace has a gradient of zero, whatever the slope
+        factor, times = trace_math.guarded(values, size)
+        np.testing.assert_array_equal(times(factor, jnp.zeros(8)), jnp.zeros(8))
+        np.testing.assert_array_equal(times(factor, jnp.full(8, 2.0))[:5], 2 * values[:5])
     want = gradient(bt.D_RTRL, None)
     monkeypatch.setattr(trace_math, "_STORED", 0)
     assert agree(want, gradient(bt.D_RTRL, 1), 1e-12)
