@@ -60,10 +60,12 @@ class MarkedStep:
             return window
         assert self._consts is not None
         assert self._sites is not None
-        consts = [window.consts[c] for c in self._consts]
+        consts, fixed = (
+            [given[c] for c in self._consts] if given else [] for given in (window.consts, window.fixed)
+        )
         ys = {self._sites[i].index: y for i, y in window.ys.items() if i in self._sites}
         inputs = {self._sites[i].index: x for i, x in window.inputs.items() if i in self._sites}
-        return replace(window, executor=self.executor, consts=consts, ys=ys, inputs=inputs)
+        return replace(window, executor=self.executor, consts=consts, ys=ys, inputs=inputs, fixed=fixed)
 
 
 def _same_consts(info: ModuleInfo, marked: ModuleInfo) -> list[int] | None:

@@ -44,8 +44,11 @@ def show_bytes(count: float) -> str:
     return f"{size:.0f} {unit}" if size >= 100 or size == int(size) else f"{size:.1f} {unit}"
 
 
-def record_bytes(executor: ETraceGraphExecutor) -> int:
-    """A rough estimate of the bytes per step of a chunk: activations, and inputs of the trace update."""
+def record_bytes(executor: ETraceGraphExecutor, rows: int = 0) -> int:
+    """A rough estimate of the bytes per step of a chunk: activations, and inputs of the trace update.
+
+    With `rows`, so many rows of cotangents of the states are pulled back through the steps, too.
+    """
     program = executor.info.program
     moving = {
         *executor.info.arg_invars,
@@ -62,7 +65,8 @@ def record_bytes(executor: ETraceGraphExecutor) -> int:
         needed += sum(_bytes(a.aval) for a in site.inputs[: site.num_inputs])
         for group, at in zip(relation.hidden_groups, relation.position_maps, strict=True):
             needed += group.num_state * at.map.size * site.output.aval.dtype.itemsize
-    return int(size + 3 * needed)
+    per_row = sum(_bytes(v.aval) for v in (*executor.info.carried_invars, *(s.output for s in program.sites)))
+    return int(size + 3 * needed + rows * per_row)
 
 
 def _bytes(aval: Aval) -> int:

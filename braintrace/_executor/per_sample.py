@@ -304,7 +304,8 @@ class PerSample:
         kept = {w.site.index: w.site.num_inputs for w in self.sites}
 
         def operands(step: tuple[PyTree, ...]) -> dict[int, list[Array]]:
-            found = window.executor.forward(window.params, *step)[3]
+            args, consts, before, ys = step
+            found = window.executor.forward(window.params, args, window.consts_at(consts), before, ys)[3]
             return {i: found[i][:n] for i, n in kept.items()}
 
         found = {} if kept.keys() <= window.inputs.keys() else each_step(operands, steps)

@@ -89,11 +89,12 @@ class Window:
     length: int
     params: Leaves
     args: Leaves
-    consts: Leaves
+    consts: Leaves  # None for those in `fixed`
     before: list[Leaves]  # the carried states before each step
     ys: dict[int, KnownOutput]  # known outputs of the sites that new states depend on
     keep: Any = None  # (time, batch): False where a sample is reset before the step
     inputs: dict[int, Leaves] = field(default_factory=dict)  # inputs of sites, as far as they are known
+    fixed: Leaves = field(default_factory=list)  # the constants that are the same at all steps, without time
 
     def _of_first(self, given: Any) -> Any:
         return jax.tree.map(lambda a: a[0], given)
@@ -106,13 +107,17 @@ class Window:
     @property
     def first_consts(self) -> Leaves:
         """The constants that the model closes over, at the first step."""
-        return self._of_first(self.consts)  # type: ignore[no-any-return]
+        return self.consts_at(self._of_first(self.consts))
+
+    def consts_at(self, consts: Leaves) -> Leaves:
+        """All constants at one step, given its slice of `consts`."""
+        return [f if c is None else c for c, f in zip(consts, self.fixed or consts, strict=True)]
 
     @cached_property
     def first(self) -> Local:
         """The local Jacobians of the first step."""
-        args, consts, before, ys = self._of_first((self.args, self.consts, self.before, self.ys))
-        local = self.executor.local(self.params, args, consts, before, ys)
+        args, before, ys = self._of_first((self.args, self.before, self.ys))
+        local = self.executor.local(self.params, args, self.first_consts, before, ys)
         known = self._of_first(self.inputs)
         return replace(local, inputs={i: known.get(i, x) for i, x in local.inputs.items()})
 
@@ -132,7 +137,7 @@ class Window:
 
         def one(step: Any) -> Any:
             args, consts, before, ys = step
-            return self.executor.local(self.params, args, consts, before, ys).arrays
+            return self.executor.local(self.params, args, self.consts_at(consts), before, ys).arrays
 
         if self.length == 1:
             inputs, D, J = jax.tree.map(lambda a: jnp.asarray(a)[None], self.first.arrays)
@@ -232,6 +237,7 @@ class Window:
     ) -> tuple[Callable[..., Leaves], Leaves]:
         """One step as a function `(inexact leaves, perturbations of sites, parameters)`, and those leaves."""
         args, consts, before, ys = step
+        consts = self.consts_at(consts)
         leaves, tree = jax.tree.flatten(before)
         live = [i for i, a in enumerate(leaves) if is_inexact(a)]
 
@@ -265,7 +271,7 @@ class Window:
         head, count = self.length % size, self.length // size
 
         def one(carry: Any, some: Any, length: int) -> Any:
-            return body(carry, Window(self.executor, length, self.params, *some))
+            return body(carry, replace(Window(self.executor, length, self.params, *some), fixed=self.fixed))
 
         outs = []
         if head:

@@ -61,6 +61,9 @@ def choose(
         num_windows, max_windows = -(-sequence.length // size), -(-(chunk_size or sequence.pace) // size)
         if chunk_size is None:
             affordable = _affordable(rule_step, budget) // size
+            if rule.correction is not None and (keep or affordable < num_windows):
+                rows = rule.correction.num_rows(rule_step.executor)
+                affordable = _affordable(rule_step, budget, rows) // size
             max_windows = even_chunks(num_windows, min(max_windows, affordable))
         part_length = min(max_windows * size, sequence.length)
         is_whole = part_length == sequence.length  # else later parts need traces, and do not start from zero
@@ -81,9 +84,9 @@ def auto_window(rule_step: RuleStep, length: int, budget: int) -> int:
     return even_chunks(length, _affordable(rule_step, budget))
 
 
-def _affordable(rule_step: RuleStep, budget: int) -> int:
-    """The number of steps whose records fit into `budget` bytes."""
-    return budget // max(1, record_bytes(rule_step.executor))
+def _affordable(rule_step: RuleStep, budget: int, rows: int = 0) -> int:
+    """The number of steps whose records fit into `budget` bytes, with `rows` that are pulled through them."""
+    return budget // max(1, record_bytes(rule_step.executor, rows))
 
 
 def _unroll(rule_step: RuleStep) -> int:

@@ -283,7 +283,8 @@ class Drive:
                 params, args, consts, carried, values = call.operands(operands)
                 executor, signal_inputs = call.rule_step.executor, call.rule_step.signal_inputs(values)
                 outs, new, ys, inputs = executor.outputs(params, args, consts, carried, at_sites)
-                recorded.append(Recorded(args, consts, carried, ys, inputs, signal_inputs))
+                varying = [c if v else None for c, v in zip(consts, step.varying_consts, strict=True)]
+                recorded.append(Recorded(args, varying, carried, ys, inputs, signal_inputs))
                 return [*outs, *jax.tree.leaves((new, values))]
 
             moving, pairs = carry if boundary is None else boundary.enter(carry, edge)
@@ -314,7 +315,8 @@ class Drive:
         keep = None if part.reset is None else ~part.reset
         args, consts, before, ys, inputs, _ = recorded
         executor = self.step.rule_step.executor
-        return Window(executor, len(part.mask), params, args, consts, before, ys, keep, inputs)
+        fixed = self.step.fixed_consts(start.consts, leaves)
+        return Window(executor, len(part.mask), params, args, consts, before, ys, keep, inputs, fixed)
 
     def at_carried(self, signals: dict[int, Array], lead: Shape = ()) -> Leaves:
         """Signals by leaf index, as a list over all carried leaves, with zeros for the others."""

@@ -88,13 +88,29 @@ class Boundary:
         return entered, pairs
 
     def crossing(self, cotangents: Leaves, pairs: PyTree, index: Int[Array, ""]) -> Leaves:
-        """The part `u` of cotangents at a window's start; zero for rules without a projection."""
+        """The part `u` of cotangents at a window's start; zero for rules without a correction."""
         rule_step, step = self.drive.step.rule_step, self.drive.step
-        projection = rule_step.rule.projection
-        if projection is None:
+        correction = rule_step.rule.correction
+        if correction is None:
             return [jnp.zeros_like(c) for c in cotangents]
-        found = projection.cross(rule_step.executor, self.at_leaves(cotangents), pairs, index)
+        found = correction.cross(rule_step.executor, self.at_leaves(cotangents), pairs, index)
         return [found[step.carried.index(step.moving[n])] for n in self.carried]
+
+    def at_starts(self, first: Leaves, whole: Leaves, pairs: PyTree) -> tuple[Leaves, Leaves]:
+        """The parts of cotangents that do not cross, by step, and the whole of those at windows' starts.
+
+        `first` are the cotangents before the first step, `whole` those before every step.
+        """
+        found = [s[None] for s in first]
+        if len(self.starts) == 1:
+            return found, found
+        later = np.array(self.starts[1:])
+        others = [a[later[0] :: self.drive.window_length] for a in whole]
+        through = jax.vmap(self.crossing, (0, None, 0))(others, pairs, jnp.arange(len(later)))
+        left = jax.tree.map(jnp.subtract, others, through)
+        each = zip(map(jnp.zeros_like, whole), first, left, strict=True)
+        signals = [z.at[0].set(s).at[later].set(a) for z, s, a in each]
+        return signals, [jnp.concatenate(pair) for pair in zip(found, others, strict=True)]
 
     def at_leaves(self, cotangents: Leaves, lead: Shape = ()) -> Leaves:
         """Cotangents of the inexact carried leaves, as a list over all carried leaves (see `at_carried`)."""
@@ -129,7 +145,7 @@ def in_windows(drive: Drive, start: Start, carry: Carry, part: Part) -> tuple[Ca
     boundary = Boundary(drive, length, carried)
     num_windows, size = len(boundary.starts), drive.window_length or length
     values = rule.with_room(executor, step.traces_in(now), length if num_windows == 1 else None)
-    projection = rule.projection
+    correction = rule.correction
 
     def losses(
         wanted: Leaves,
@@ -157,34 +173,35 @@ def in_windows(drive: Drive, start: Start, carry: Carry, part: Part) -> tuple[Ca
 
     wanted = [now[i] for i in drive.wanted]
     zeros = [jnp.zeros((length, *a.shape), a.dtype) for a in carried_at_start] if num_windows > 1 else []
-    pairs = projection.no_pairs(executor, values, num_windows) if projection and num_windows > 1 else ()
+    pairs = correction.no_pairs(executor, values, num_windows) if correction and num_windows > 1 else ()
     (loss, pairs), pull, (outs, moving, recorded) = jax.vjp(
         losses, wanted, carried_at_start, zeros, pairs, _zero_site_deltas(drive, length), has_aux=True
     )
     window = drive.window_of(start, carry.moving, part, recorded)
-    passed = BackwardPass(window, size, fresh=drive.fresh, keep=drive.keep)
-    if projection is not None:
-        passed = replace(passed, pairs=projection.advance_basis(executor, values, passed))
-        pairs = passed.pairs[1] if num_windows > 1 else pairs
-    grads, first, whole, _, dys = pull((jnp.ones_like(loss), pairs))
-    if executor.sharding is not None:
-        # run the two loops in sequence: CPU devices may match collectives of concurrent loops wrongly
-        recorded, first, whole = jax.lax.optimization_barrier((recorded, first, whole))
-        passed = replace(passed, window=drive.window_of(start, carry.moving, part, recorded))
-    signals = read = [s[None] for s in first]
-    if num_windows > 1:
-        later = np.array(boundary.starts[1:])
-        others = [a[later[0] :: size] for a in whole]
-        through = jax.vmap(boundary.crossing, (0, None, 0))(others, pairs, jnp.arange(num_windows - 1))
-        left = jax.tree.map(jnp.subtract, others, through)
-        signals = [z.at[0].set(s).at[later].set(a) for z, s, a in zip(zeros, first, left, strict=True)]
-        read = [jnp.concatenate(pair) for pair in zip(read, others, strict=True)]
-    signals = boundary.at_leaves(signals, (len(signals[0]) if signals else 1,))
-    passed = replace(passed, signals=signals, dys=dys)
-    if projection is not None:
-        passed = replace(passed, read=boundary.at_leaves(read, (num_windows,)))
-    found, after = rule.over_windows(executor, values, passed)
-    total = drive.add_params(add(carry.total, grads), found)
+    passed = BackwardPass(window, size, fresh=drive.fresh)
+    each, of_param = [pairs], dict[int, int]()
+    if correction is not None:
+        passed, crossings, numbers = correction.crossings(executor, values, passed)
+        if num_windows > 1:
+            each, of_param = crossings, numbers
+    by_pass: list[Leaves] = []
+    for n, pairs in enumerate(each):
+        if by_pass and executor.sharding is not None:
+            # run loops in sequence: CPU devices may match collectives of concurrent loops wrongly
+            pairs, _ = jax.lax.optimization_barrier((pairs, by_pass))
+        grads, first, whole, _, dys = pull((jnp.ones_like(loss), pairs))
+        if executor.sharding is not None:
+            recorded, first, whole = jax.lax.optimization_barrier((recorded, first, whole))
+            passed = replace(passed, window=drive.window_of(start, carry.moving, part, recorded))
+        signals, read = boundary.at_starts(first, whole, pairs)
+        signals = boundary.at_leaves(signals, (len(signals[0]) if signals else 1,))
+        passed = replace(passed, signals=signals, dys=dys, keep=drive.keep and n == len(each) - 1)
+        if correction is not None:
+            passed = replace(passed, read=boundary.at_leaves(read, (num_windows,)))
+        found, after = rule.over_windows(executor, values, passed)
+        by_pass.append(drive.add_params(grads, found))
+    of_leaf = {i: of_param.get(n, 0) for n, i in enumerate(step.params or ())}
+    total = add(carry.total, [by_pass[of_leaf.get(i, 0)][n] for n, i in enumerate(drive.wanted)])
     moving = drive.with_values(moving, step.rule_step.arrays.constrained({**values, **after}))
     return Carry(total, carry.weight_grads, moving), outs
 

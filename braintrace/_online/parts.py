@@ -53,7 +53,7 @@ class Recorded(NamedTuple):
     """Values that the call of the learner read and computed at a step, for a `Window`."""
 
     args: Leaves
-    consts: Leaves
+    consts: Leaves  # None for those that do not vary
     before: list[Leaves]  # the carried states before the step
     ys: dict[int, KnownOutput]  # outputs of sites
     inputs: dict[int, Leaves]  # inputs of perturbed sites

@@ -213,9 +213,7 @@ class RuleStep:
         def window(params: Leaves, args: Leaves, consts: Leaves, visited: StatesAndSites) -> Window:
             flags = stepped or [False] * len(args)
             args = [a if s else _repeated(a, length) for a, s in zip(args, flags, strict=True)]
-            return Window(
-                self.executor, length, params, args, [_repeated(c, length) for c in consts], *visited
-            )
+            return Window(self.executor, length, params, args, [None] * len(consts), *visited, fixed=consts)
 
         @jax.custom_vjp
         def call(
@@ -243,16 +241,17 @@ class RuleStep:
             first = jax.tree.map(lambda a: a[:1], (steps.args, steps.consts, steps.before, steps.ys))
             after = {**values, **self.advance(values, steps)}
             estimated = self.at_end(self.signal_inputs(values), _flat(new))
-            return (results[:num], new, after), (pull, values, params, first, estimated)
+            return (results[:num], new, after), (pull, values, params, consts, first, estimated)
 
         def backward(residuals: PyTree, cotangents: PyTree) -> tuple[PyTree, ...]:
-            pull, values, params, first, estimated = residuals
+            pull, values, params, consts, first, estimated = residuals
             outs, new, _ = cotangents
             flat = _flat(new)
             if estimated is not None:
                 flat = [a if e is None else a + e for a, e in zip(flat, estimated, strict=True)]
             dparams, dargs, dconsts, start = pull([*outs, *flat])
-            past = self.rule.past(self.executor, values, start, Window(self.executor, 1, params, *first))
+            before = replace(Window(self.executor, 1, params, *first), fixed=consts)
+            past = self.rule.past(self.executor, values, start, before)
             return self.executor.like_params(_add(dparams, past)), dargs, dconsts, None, None
 
         call.defvjp(forward, backward)

@@ -237,10 +237,14 @@ class UserStep:
             env.update(zip(node.outputs, outs, strict=True))
         return [read(env, a) for a in targets]
 
+    @cached_property
+    def varying_consts(self) -> list[bool]:
+        """For each constant that the model closes over, whether it may differ from step to step."""
+        return [isinstance(a, Var) and a in self._varying for a in self.operands[2]]
+
     def fixed_consts(self, consts: Leaves, leaves: Leaves) -> Leaves:
         """The constants that the model closes over; zeros for those that may differ from step to step."""
-        atoms = self.operands[2]
-        varies = [isinstance(a, Var) and a in self._varying for a in atoms]
+        atoms, varies = self.operands[2], self.varying_consts
         kept = [a for a, v in zip(atoms, varies, strict=True) if not v]
         # the others do not depend on the slices, so that zeros will do
         nothing = [jnp.zeros(v.aval.shape, v.aval.dtype) for v in self.slices]

@@ -111,11 +111,7 @@ class D_RTRL(TraceRule):
 
     @property
     def several_windows_per_pass(self) -> bool:
-        return self.bound is None and self.across is None
-
-    @property
-    def projection(self) -> Rank | None:
-        return self.correction if isinstance(self.correction, Rank) else None
+        return self.bound is None
 
     def kind(self, windows: bool) -> RuleKind:
         return RuleKind(

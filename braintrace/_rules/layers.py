@@ -6,6 +6,9 @@ Over a window with full Jacobian `H`, in which parameters add the influence `A`,
 
     Q' = H (E + Q) + A - E'        gradient = within the window + <dL/dh[start], E + Q>
 
+Over several windows, the transpose of this recursion is a backward pass in which the cotangents of the states
+above cross the start of a window, and all others meet `E` there: one pass for each distinct set of states.
+
 If the traces of a layer are exact on its own states, its influence on the layers above is exact, too.
 """
 
@@ -13,7 +16,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from .._compiler.errors import NotSupportedError
@@ -28,7 +33,7 @@ from .._executor.per_sample import PerSample, find_per_sample
 from .._executor.pulled_rows import PulledRows
 from .._executor.sharding import Spec
 from .._executor.trace_math import finite
-from .._executor.window import BackwardPass
+from .._executor.window import BackwardPass, Crossing, Window
 from .._types import Array, Aval, DTypeLike, Leaves, NumPyArray, Values
 
 
@@ -44,17 +49,72 @@ class Layers:
         _check_memory(values)
         return values
 
+    def lasting(self, executor: ETraceGraphExecutor) -> Values:
+        """The arrays that survive a reset."""
+        return {}
+
+    def renewed(self, values: Values, *, fresh: bool) -> Values:
+        """The arrays at the start of a sequence."""
+        return values
+
+    def written(self, executor: ETraceGraphExecutor, values: Values, length: int | None = None) -> Values:
+        """The arrays: no windows are pending."""
+        return values
+
+    def past_with_traces(
+        self, executor: ETraceGraphExecutor, values: Values, signals: Leaves, window: Window
+    ) -> dict[int, Gradient]:
+        """No gradients: no windows are pending."""
+        return {}
+
+    def crossings(
+        self, executor: ETraceGraphExecutor, values: Values, passed: BackwardPass
+    ) -> tuple[BackwardPass, list[Array], dict[int, int]]:
+        """Which cotangents cross in each backward pass, and the pass of each leaf of the parameters."""
+        blocks = self._blocks(executor)
+        sets = list(dict.fromkeys([frozenset[int](), *(block.crossing for block in blocks)]))
+        number = {i: sets.index(block.crossing) for block in blocks for i in block.store.names}
+        return passed, [_flags(executor, states) for states in sets], number
+
+    def num_rows(self, executor: ETraceGraphExecutor) -> int:
+        """The number of rows that are pulled back at once, for `Q` after windows."""
+        return max((len(block.indices) for block in self._blocks(executor)), default=0)
+
+    def no_pairs(self, executor: ETraceGraphExecutor, values: Values, windows: int) -> Array:
+        """Zeros of the shape of one element of `crossings`."""
+        return _flags(executor, frozenset())
+
+    def cross(self, executor: ETraceGraphExecutor, cotangents: Leaves, flags: Array, index: Array) -> Leaves:
+        """The cotangents at a window's start that go on to the window before: those of the flagged leaves."""
+        each = zip(cotangents, flags, strict=True)
+        return [None if c is None else jnp.where(f != 0, finite(c), jnp.zeros_like(c)) for c, f in each]
+
     def over_windows(
         self, executor: ETraceGraphExecutor, before: Values, passed: BackwardPass, _: AffineTermsOf
     ) -> Values:
-        """`Q` after a window, given the rule's arrays before it."""
-        blocks, values = self._blocks(executor), dict[str, Array]()
+        """`Q` after windows, given the rule's arrays before them."""
+        if not passed.keep:
+            return {}
+        blocks, values, pulled = self._blocks(executor), dict[str, Array](), dict[Any, PulledRows]()
         for block in blocks:
-            per = block.store.per
-            rows = PulledRows.through(per, passed.window, per.unit_rows[:, block.indices])
+            # in a single window, the rows are the same for all parameters
+            per, key = block.store.per, (block.states, None if passed.is_single else block.crossing)
+            if key not in pulled:
+                crossing = self._crossing(executor, passed, block)
+                unit = per.unit_rows[:, block.indices]
+                pulled[key] = PulledRows.through(per, passed.window, unit, crossing)
+            rows = pulled[key]
             by = [(blocks[n].store, rows.start[:, :, blocks[n].indices]) for n in block.acted_on_by]
-            values.update(block.store.advanced(before, rows.added(per, before), by))
+            added = rows.added(per, None if passed.fresh else before)
+            values.update(block.store.advanced(before, added, [] if passed.fresh else by))
         return values
+
+    def _crossing(
+        self, executor: ETraceGraphExecutor, passed: BackwardPass, block: _Block
+    ) -> Crossing | None:
+        flags = _flags(executor, block.crossing)
+        part = lambda c, i: self.cross(executor, c, flags, i)
+        return None if passed.is_single else Crossing(passed.starts[1:], part)
 
     def past(self, executor: ETraceGraphExecutor, values: Values, signals: Leaves) -> dict[int, Gradient]:
         """The gradients `<signal, Q>` of signals at the carried states, by leaf of the parameters."""
@@ -83,7 +143,9 @@ class Layers:
 class _Block:
     """Some entries of the state vector, and the influence of parameters on them."""
 
-    indices: NumPyArray  # in the state vector
+    states: tuple[int, ...]  # indices of carried leaves
+    indices: NumPyArray  # of their entries in the state vector
+    crossing: frozenset[int]  # all the states above these parameters, whose cotangents cross a window's start
     store: DenseInfluence
     acted_on_by: list[int]  # indices of blocks
 
@@ -92,15 +154,24 @@ def _blocks(executor: ETraceGraphExecutor, per: PerSample, dtype: DTypeLike | No
     across = Across(executor.graph)
     params = [f"{name_of(e.path)}:{i}" for e in executor.info.fixed for i, _ in enumerate(e.invars)]
     states = [name_of(e.path) for e in executor.info.carried for _ in e.invars]
+    crossing: dict[int, frozenset[int]] = {}
+    for above in across.above:
+        crossing.update({i: crossing.get(i, frozenset()).union(above.states) for i in above.params})
+    parts = [(above, c) for above in across.above for c in dict.fromkeys(crossing[i] for i in above.params)]
 
-    def block(above: Above) -> _Block:
+    def block(above: Above, crossed: frozenset[int]) -> _Block:
         to = "+".join(dict.fromkeys(states[n] for n in above.states))
         indices = np.concatenate([per.places[n] for n in above.states])
-        names = {i: f"across:{params[i]}->{to}" for i in above.params}
-        acting = [n for n, other in enumerate(across.above) if across.act(other, above)]
-        return _Block(indices, DenseInfluence(per, len(indices), names, dtype), acting)
+        names = {i: f"across:{params[i]}->{to}" for i in above.params if crossing[i] == crossed}
+        acting = [n for n, (other, _) in enumerate(parts) if across.act(other, above)]
+        return _Block(above.states, indices, crossed, DenseInfluence(per, len(indices), names, dtype), acting)
 
-    return [block(above) for above in across.above]
+    return [block(*part) for part in parts]
+
+
+def _flags(executor: ETraceGraphExecutor, states: frozenset[int]) -> Array:
+    """For each carried leaf, one if it is among `states`."""
+    return jnp.asarray([float(n in states) for n in range(len(executor.info.carried_invars))])
 
 
 def _check_memory(values: Values) -> None:

@@ -15,7 +15,7 @@ variables, the gradient is exact.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -58,6 +58,10 @@ class Rank:
         """The arrays that survive a reset."""
         store = self._store(executor)
         return self.basis.lasting(store.per, store.size)
+
+    def renewed(self, values: Values, *, fresh: bool) -> Values:
+        """The arrays at the start of a sequence."""
+        return self.basis.renewed(values, fresh=fresh)
 
     def specs(self, executor: ETraceGraphExecutor, shapes: Mapping[str, Aval]) -> dict[str, Spec]:
         store = self._store(executor)
@@ -126,11 +130,22 @@ class Rank:
             after[TURN] = jnp.eye(len(values[TURN]), dtype=values[TURN].dtype)
         return {**after, **pending.followed_by(values, window, rows, mixing, affine_terms)}, rows.start
 
+    def crossings(
+        self, executor: ETraceGraphExecutor, values: Values, passed: BackwardPass
+    ) -> tuple[BackwardPass, list[PyTree], dict[int, int]]:
+        """The pairs at the windows' starts: one backward pass for all parameters."""
+        passed = replace(passed, pairs=self.advance_basis(executor, values, passed))
+        return passed, [passed.pairs[1]], {}
+
     def advance_basis(
         self, executor: ETraceGraphExecutor, values: Values, passed: BackwardPass
     ) -> tuple[PyTree, PyTree]:
         """The state of the projection after windows, and its pairs at their starts."""
         return self.basis.advance_basis(self.per_sample(executor), values, passed.window, passed.size)
+
+    def num_rows(self, executor: ETraceGraphExecutor) -> int:
+        """The number of rows that are pulled back at once, for `V` after windows."""
+        return self._store(executor).size
 
     def no_pairs(self, executor: ETraceGraphExecutor, values: Values, windows: int) -> PyTree:
         """Zeros of the shape of the pairs that `advance_basis` returns."""

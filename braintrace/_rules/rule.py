@@ -10,9 +10,9 @@ implements these by functions of its traces alone, which a user's own rule defin
 | `past` | `gradient` | the gradient for a signal at the window's start; at the traces |
 | `forget` | `reset` | the arrays with some samples reset |
 
-The other methods have defaults. Sequences: `begin`, `any_window`, `several_windows_per_pass`, `projection`,
+The other methods have defaults. Sequences: `begin`, `any_window`, `several_windows_per_pass`, `correction`,
 `always_windows`, and of traces `chunk`, `joins_within_step`,
-`affine_terms`, `correction`. Arrays that a reset keeps, random streams, and traces
+`affine_terms`. Arrays that a reset keeps, random streams, and traces
 to read: `lasting`, `seeded`, `up_to_date`. Devices:
 `specs`, `trace_specs`. The graph and the report: `seen`, `kind`.
 
@@ -39,7 +39,7 @@ from .._compiler.errors import NotSupportedError
 from .._compiler.exactness import RuleKind
 from .._compiler.graph import TraceGraph
 from .._executor.executor import ETraceGraphExecutor, Local, sites_with_traces
-from .._executor.partial_sums import Gradient, plus
+from .._executor.partial_sums import plus
 from .._executor.pending_matrices import COUNT
 from .._executor.sharding import Sharding, Spec
 from .._executor.slots import Slot
@@ -111,8 +111,8 @@ class Rule(ABC):
         return False
 
     @property
-    def projection(self) -> Rank | None:
-        """The projection of the cotangents that cross a window's start; None if none crosses."""
+    def correction(self) -> Rank | Layers | None:
+        """The correction for paths that the traces truncate, by cotangents that cross a window's start."""
         return None
 
     def specs(self, executor: ETraceGraphExecutor, shapes: Shapes) -> dict[str, Spec]:
@@ -152,11 +152,6 @@ class TraceRule(Rule):
     """
 
     any_window: ClassVar[bool] = False
-
-    @property
-    def correction(self) -> Rank | Layers | None:
-        """The correction for paths that the traces truncate (`Rank` or `Layers`), or None."""
-        return None
 
     @property
     def always_windows(self) -> bool:
@@ -234,13 +229,13 @@ class TraceRule(Rule):
 
     def lasting(self, executor: ETraceGraphExecutor) -> Values:
         found = super().lasting(executor)
-        return found if self.projection is None else {**found, **self.projection.lasting(executor)}
+        return found if self.correction is None else {**found, **self.correction.lasting(executor)}
 
     def begin(self, executor: ETraceGraphExecutor, values: Values, *, fresh: bool) -> Values:
-        return values if self.projection is None else self.projection.basis.renewed(values, fresh=fresh)
+        return values if self.correction is None else self.correction.renewed(values, fresh=fresh)
 
     def with_room(self, executor: ETraceGraphExecutor, values: Values, length: int | None) -> Values:
-        return values if self.projection is None else self.projection.written(executor, values, length)
+        return values if self.correction is None else self.correction.written(executor, values, length)
 
     def up_to_date(self, executor: ETraceGraphExecutor, values: Values) -> Values:
         return self.with_room(executor, values, None)
@@ -277,9 +272,8 @@ class TraceRule(Rule):
         found = executor.to_parameters(window.params, window.first_consts, grads)
         if self.correction is None:
             return found
-        more, whole = self.correction.past(executor, values, signals), dict[int, Gradient]()
-        if self.projection is not None:
-            whole = self.projection.past_with_traces(executor, values, signals, window)
+        more = self.correction.past(executor, values, signals)
+        whole = self.correction.past_with_traces(executor, values, signals, window)
         return [whole.get(i, plus(a, more.get(i))) for i, a in enumerate(found)]
 
     def over_windows(
@@ -319,8 +313,8 @@ class TraceRule(Rule):
         flags = {"fresh": passed.fresh, "keep": passed.keep}
         after, grads = self.chunk(executor.slots, values, record, zeros, **flags)
         past = executor.to_parameters(window.params, window.first_consts, grads)
-        if not passed.fresh and self.projection is not None:
-            more = self.projection.past(executor, values, passed.first)
+        if not passed.fresh and self.correction is not None:
+            more = self.correction.past(executor, values, passed.first)
             past = [plus(a, more.get(i)) for i, a in enumerate(past)]
         return passed.within(shared), past, after
 

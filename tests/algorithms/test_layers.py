@@ -19,7 +19,7 @@ from braintrace import nn
 from braintrace._rules import layers
 
 from ..oracle import Brute, bptt
-from ..run import agree, by_bptt, compiled, difference, every, online, sequence
+from ..run import agree, by_bptt, compiled, difference, every, in_one_pass, online, sequence
 from ..zoo import CASES, Step
 
 ROUND_OFF = 1e-10
@@ -151,12 +151,10 @@ def test_it_equals_its_definition_where_it_is_approximate(step, above, window):
     b, v = ((3,), (4, 3)) if step is feedback else ((4,), (4, 4))
     build = lambda: Step(step, {"w": (3, 4), "v": v, "r": back}, {"a": 4, "b": b})
     xs = [jnp.asarray(x) for x in np.random.RandomState(1).randn(5, 3)]
-    learner = compiled(braintrace.D_RTRL(build(), across="layers"), xs[0])
-    found, expected = (
-        online(learner, xs, window),
-        Brute(build(), xs[0], learner.graph).d_rtrl_across(xs, window, above),
-    )
-    assert agree(expected, found, ROUND_OFF), difference(expected, found)
+    learner = compiled(braintrace.D_RTRL(build(), across="layers", window=window), xs[0])
+    expected = Brute(build(), xs[0], learner.graph).d_rtrl_across(xs, window, above)
+    for found in (online(braintrace.D_RTRL(build(), across="layers"), xs, window), in_one_pass(learner, xs)):
+        assert agree(expected, found, ROUND_OFF), difference(expected, found)
     truth = bptt(build(), xs)
     differs = {path for path, d in difference(truth, found).items() if not d < ROUND_OFF}
     assert differs
@@ -174,6 +172,26 @@ def test_in_sequences_with_episodes_it_is_bptt():
             step = lambda x, learner=learner: jnp.sum(learner(x) ** 2)
             results.append(learner.etrace_grad(xs, step_fn=step, reset=begins, reduction="sum"))
     assert agree(*results, ROUND_OFF), difference(*results)
+
+
+@pytest.mark.parametrize("fresh", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_one_pass_is_a_pass_for_each_window(fresh):
+    xs, flags = jnp.stack(data(7)), np.eye(7, BATCH, -1, dtype=bool)  # at the start of a window and inside
+    mask, results = jnp.asarray([1.0, 0, 1, 1, 2, 0, 1]), []
+    for chunk_size in (1, 4, None):  # windows of two, the first of one
+        with lenient():
+            model = Stack((nn.MiniGRU, 3, 2), (nn.GRUCell, 2, 3), (nn.MiniGRU, 3, 2))
+            learner = braintrace.compile(
+                model, braintrace.D_RTRL, xs[0], batch_size=BATCH, across="layers", window=2
+            )
+            rng = np.random.RandomState(0)
+            for _, state in sorted(learner.traces.items() if not fresh else ()):
+                state.value = jnp.asarray(rng.randn(*state.value.shape))
+            step = lambda x, learner=learner: jnp.sum(learner(x) ** 2)
+            grads = learner.etrace_grad(xs, mask=mask, step_fn=step, reset=flags, chunk_size=chunk_size)
+        results.append({**grads, **{k: st.value for k, st in learner.traces.items()}})
+    for found in results[1:]:
+        assert agree(results[0], found, ROUND_OFF), difference(results[0], found)
 
 
 def test_of_functions():
