@@ -343,11 +343,11 @@ def where_rows(rows: Bool[Array, " samples"], these: Any, others: Any) -> Array:
 
 
 def scan_once(
-    body: Callable[[Any, Any], tuple[Any, Any]], carry: Any, xs: Any, unroll: int = 1
+    body: Callable[[Any, Any], tuple[Any, Any]], carry: Any, xs: Any, unroll: int = 1, *, stores_all: bool
 ) -> tuple[Any, Any]:
     """`jax.lax.scan` that stores an array once which is several outputs of `body`.
 
-    Its derivative stores no element-wise results, and computes them again.
+    Without `stores_all`, its derivative stores no element-wise results, and computes them again.
     """
     places: list[Any] = []
 
@@ -358,7 +358,8 @@ def scan_once(
         places[:] = [jax.tree.unflatten(tree, [list(found).index(id(a)) for a in leaves])]
         return carry, list(found.values())
 
-    distinct = jax.checkpoint(distinct, policy=_is_costly, prevent_cse=False)
+    if not stores_all:
+        distinct = jax.checkpoint(distinct, policy=_is_costly, prevent_cse=False)
     carry, found = jax.lax.scan(distinct, carry, xs, unroll=unroll)
     return carry, jax.tree.map(lambda i: found[i], places[0])
 

@@ -299,7 +299,8 @@ class Drive:
         ) -> tuple[tuple[Leaves, PyTree], PyTree]:
             slices, at_sites, edges = arrays
             times = 1 if step.node is None else unroll_of_steps(step.rule_step.executor)
-            return scan_once(body, carry, (slices, reset, at_sites, edges), times)
+            stores_all = boundary is None or step.is_complex  # `jax.checkpoint` takes no complex values
+            return scan_once(body, carry, (slices, reset, at_sites, edges), times, stores_all=stores_all)
 
         length = len(part.mask)
         arrays = part.slices, at_sites, () if boundary is None else boundary.edges(before_steps or [])

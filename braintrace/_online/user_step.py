@@ -112,6 +112,14 @@ class UserStep:
         return self.call.rule_step
 
     @cached_property
+    def is_complex(self) -> bool:
+        """Whether any value of the step is complex."""
+        programs = [self.program, *(n.params["call"].rule_step.info.program for n in self.calls)]
+        inputs = [v for p in programs for v in p.inputs]
+        values = [*inputs, *(v for p in programs for n in p.walk() for v in n.outputs)]
+        return any(jnp.issubdtype(v.aval.dtype, jnp.complexfloating) for v in values)
+
+    @cached_property
     def operands(self) -> tuple[list[Atom], list[Atom], list[Atom], list[list[Atom]], dict[str, Atom]]:
         """The parameters, arguments, constants, carried states and traces that the call takes."""
         assert self.node is not None
