@@ -61,8 +61,9 @@ def pending(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
         monkeypatch.setattr(pending_steps, name, 1)
     follow = partial(pending_kernels.follow, interpret=True)
     monkeypatch.setattr(pending_kernels, "_follow_plainly", follow)
-    for name in ("_WRITTEN", "_READ", "_FOLLOWED"):
+    for name in ("_READ", "_FOLLOWED"):
         monkeypatch.setattr(pending_kernels, name, (4, 2))  # that do not fill the last block
+    monkeypatch.setattr(pending_kernels, "_WRITTEN", ((36, 4, 2),))
     for module in (pending_steps, deferred):
         monkeypatch.setattr(module, "PENDING", 3)
     for module in (pending_windows, pending_matrices, rank):

@@ -22,12 +22,10 @@ from jaxtyping import Array, Float
 from .dense_influence import mixed
 from .trace_math import add_up, times
 
-_WRITTEN = (
-    16,
-    64,
-)  # what a program that writes holds of each of up to ten rows; of more it holds fewer columns
-_READ = (16, 128)  # what a program that reads holds of each row
-_FOLLOWED = (16, 64)  # pending steps, and columns
+# the rows and columns of a matrix that a program holds when it writes up to so many rows of influence
+_WRITTEN = ((10, 128, 32), (18, 128, 16), (36, 64, 16))
+_READ = (16, 128)  # that it holds when it reads
+_FOLLOWED = (32, 32)  # pending steps, and columns
 _PARTS = 4  # of the batch, so that there are enough programs
 
 
@@ -109,9 +107,9 @@ def write(
     interpret: bool = False,
 ) -> tuple[Array, ...]:
     """The rows and the trace with the pending steps, in place, if `due` is not zero; by a kernel."""
-    num, (most_rows, most_columns) = d.shape[1], _WRITTEN
-    columns = most_columns if num <= 10 else most_columns // 2
-    shape = _Shape.of(rows, num - rows.shape[2], most_rows, columns)
+    num = d.shape[1]
+    block = next((i, o) for most, i, o in _WRITTEN if num <= most)
+    shape = _Shape.of(rows, num - rows.shape[2], *block)
     large: Given = [(rows, _ROWS), *((e, ("", "b", "i", "o")) for e in trace)]
     small: Given = [(x, ("b", "i", "")), (d, ("b", "", "", "o")), (mix, ("b", "", "")), (due, ("",))]
     of_trace: Given = [(own, ("b", "", "", "o"))] if trace else []
@@ -208,7 +206,6 @@ class _At:
     shape: _Shape
     load: Any
     store: Any
-
     i: Any = None  # which rows of the block are inside of the matrix; None: all
     o: Any = None  # which columns
 

@@ -27,8 +27,9 @@ def contract_states(g: Array, trace: Array) -> Array:
     g, by = guarded(g, trace.nbytes)
     on_cpu, fused = partial(_sum_on_cpu, by), partial(_sum_fused, by)
     if mesh_of(g, trace) is not None:  # a loop over the batch would gather one shard after the other
-        return fused(g, trace)
-    return jax.lax.platform_dependent(g, trace, cpu=on_cpu, default=fused)  # type: ignore[no-any-return]
+        on_cpu = fused
+    found: Array = jax.lax.platform_dependent(g, trace, cpu=on_cpu, default=fused)
+    return found if by is times else _with_infinities(found)
 
 
 def _sum_fused(by: Product, g: Array, trace: Array) -> Array:
@@ -78,11 +79,18 @@ def times(a: Array, trace: Array) -> Array:
 def guarded(a: Array, size: int) -> tuple[Array, Product]:
     """A factor of a trace of `size` bytes, and a product of the two that is zero where the trace is zero.
 
-    On a CPU, a select takes a sixth of a step with large traces. Their factors are made finite instead, once.
+    On a CPU, a select takes a sixth of a step with large traces. There a factor that is not finite is the
+    largest number, once, and gradients that it reaches become infinite (`_with_infinities`).
     """
     if size < _STORED or jnp.iscomplexobj(a) or jax.default_backend() != "cpu":
         return a, times
     return stored(jnp.nan_to_num(a, nan=jnp.finfo(a.dtype).max), size), operator.mul
+
+
+def _with_infinities(found: Array) -> Array:
+    """Infinite where a factor of `guarded` was not finite, or where the square would not be."""
+    largest = jnp.finfo(found.dtype).max
+    return jnp.where(jnp.abs(found) < largest**0.5, found, found * largest)
 
 
 def stored(array: Array, size: int, after: Sequence[Array] = ()) -> Array:

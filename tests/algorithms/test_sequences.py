@@ -427,6 +427,11 @@ def test_factors_of_large_traces_are_stored_unchanged(monkeypatch):
         factor, times = trace_math.guarded(values, size)
         np.testing.assert_array_equal(times(factor, jnp.zeros(8)), jnp.zeros(8))
         np.testing.assert_array_equal(times(factor, jnp.full(8, 2.0))[:5], 2 * values[:5])
+    many = jnp.full((1, 1, 2**15, 8), -1e-9).at[0, 0, 0].set(0).at[0, 0, 1].set(1)
+    found = trace_math.contract_states(values[None, None, None], many)
+    assert not found[0].any()  # also of large traces
+    np.testing.assert_array_equal(found[1, :5], values[:5])
+    assert not jnp.isfinite(found[1:, 5:]).any()  # and an infinite slope is never a large number
     want = gradient(bt.D_RTRL, None)
     monkeypatch.setattr(trace_math, "_STORED", 0)
     assert agree(want, gradient(bt.D_RTRL, 1), 1e-12)
