@@ -121,7 +121,7 @@ def write(
 def follow(d: Array, mix: Array, own: Array, count: Array, *, interpret: bool = False) -> Array:
     """The coefficients of pending steps after a window, in place, by a kernel; zero if `count` is.
 
-    Those of other steps are zero, and stay it.
+    Those of all other steps are zero and stay zero.
     """
     samples, num, steps, out = d.shape
     size, (i, o) = mix.shape[1], _FOLLOWED

@@ -379,7 +379,7 @@ def each_step(function: Callable[[Any], Any], args: Any) -> Any:
 
 
 def unroll(times: int = 8) -> int:
-    """The `unroll` of scans, by default of element-wise ones: an iteration costs a GPU two kernels."""
+    """The `unroll` of scans, by default of element-wise ones: a GPU launches two kernels for an iteration."""
     return 1 if jax.default_backend() == "cpu" else times
 
 

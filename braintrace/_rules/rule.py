@@ -140,7 +140,7 @@ class Rule(ABC):
         return values
 
     def with_room(self, executor: ETraceGraphExecutor, values: Values, length: int | None) -> Values:
-        """The arrays before a window of this length, or several (None), which pending ones leave room for."""
+        """The arrays, with room for a window of this length among the pending ones; None: for several windows."""
         return values
 
 
