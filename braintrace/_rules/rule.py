@@ -140,7 +140,7 @@ class Rule(ABC):
         return values
 
     def with_room(self, executor: ETraceGraphExecutor, values: Values, length: int | None) -> Values:
-        """The arrays, with room for one more pending window of this length, or, if None, with none pending."""
+        """The arrays with room for one more pending window of this length; with none pending if None."""
         return values
 
 
